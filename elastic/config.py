@@ -1,0 +1,250 @@
+"""What was asked: one YAML file, then `--set a.b=c`, checked once, frozen afterwards.
+
+Every section is a frozen pydantic model, unknown keys are errors. Nothing below `cli.py` reads an
+environment variable or changes a value after load.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ElasticError(Exception):
+    """Root of this project's exceptions: ConfigError, PlanError, CheckpointError, RunError."""
+
+
+class ConfigError(ElasticError):
+    """The configuration can't be used; the message names file, key, value and what is allowed."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Model(Section):
+    """Decoder transformer: sizes of the built-in language model."""
+
+    vocab_size: int = Field(257, ge=2)
+    dim: int = Field(128, ge=8)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    kv_heads: int = Field(2, ge=1)
+    ffn_dim: int = Field(384, ge=8)
+    seq_len: int = Field(256, ge=2)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    tie_embeddings: bool = False
+    rope_theta: float = Field(10_000.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Model:
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(f"dim {self.dim} must be heads ({self.heads}) times an even head size")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        return self
+
+
+class Optimizer(Section):
+    """AdamW, linear warm-up, cosine decay to `lr * lr_min_ratio`, clipping by global norm."""
+
+    lr: float = Field(3e-3, gt=0)
+    lr_min_ratio: float = Field(0.1, ge=0, le=1)
+    warmup_steps: int = Field(20, ge=0)
+    weight_decay: float = Field(0.1, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    grad_clip: float = Field(1.0, gt=0)
+
+
+class Batch(Section):
+    """`global_samples` is the optimisation problem and never changes; `micro_samples` is what fits at once."""
+
+    global_samples: int = Field(24, ge=1)
+    micro_samples: int = Field(3, ge=1)
+
+
+class Data(Section):
+    """`corpus`: a directory of text files, or `stdlib` for the Python standard library's source."""
+
+    corpus: str = "stdlib"
+    suffixes: tuple[str, ...] = (".py",)
+    prepared: str = "runs/data/stdlib"
+    held_out_every: int = Field(20, ge=2)
+    shard_tokens: int = Field(8_388_608, ge=1024)
+
+
+class Evaluation(Section):
+    """Held-out loss over a fixed set of samples, every `interval_steps` and at the end."""
+
+    interval_steps: int = Field(100, ge=1)
+    samples: int = Field(48, ge=1)
+
+
+class Snapshot(Section):
+    """Copies in host memory: every `interval_steps` steps, with a second copy in another failure domain.
+
+    `sources_max`: how many other ranks' shards one host can hold (two buffers each). 1 serves equal nodes;
+    after the loss of hosts the remaining ones of the smaller node hold more.
+    """
+
+    interval_steps: int = Field(1, ge=1)
+    partner: bool = True
+    sources_max: int = Field(2, ge=1)
+
+
+class Checkpoint(Section):
+    """Durable checkpoints in the run's storage."""
+
+    interval_steps: int = Field(50, ge=1)
+    keep: int = Field(3, ge=2)
+
+
+class Control(Section):
+    """Limits of detection and recovery. Seconds unless the name says otherwise."""
+
+    heartbeat_s: float = Field(0.25, gt=0)
+    silence_s: float = Field(3.0, gt=0)
+    lease_s: float = Field(10.0, gt=0)
+    start_wait_s: float = Field(60.0, ge=0)
+    hosts_wait_s: float = Field(600.0, gt=0)
+    start_timeout_s: float = Field(60.0, gt=0)
+    stop_timeout_s: float = Field(5.0, gt=0)
+    drain_timeout_s: float = Field(60.0, gt=0)
+    upload_timeout_s: float = Field(30.0, gt=0)
+    grow_wait_s: float = Field(5.0, ge=0)
+    failures_without_progress_max: int = Field(8, ge=1)
+    collective_timeout_s: float = Field(600.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Control:
+        if self.silence_s < 4 * self.heartbeat_s:
+            raise ValueError(
+                f"silence_s {self.silence_s} must be at least 4 heartbeats ({4 * self.heartbeat_s}): "
+                "a busy host may miss a few"
+            )
+        return self
+
+
+class LocalCluster(Section):
+    """The Ray nodes that `elastic train` starts on this machine when no address is given."""
+
+    nodes: int = Field(2, ge=1)
+    hosts_per_node: int = Field(2, ge=1)
+
+
+class Resize(Section):
+    """A planned change: from step `step` on, train on `hosts` hosts. A schedule of them makes the twin."""
+
+    step: int = Field(ge=1)
+    hosts: int = Field(ge=1)
+
+
+class Config(Section):
+    """One run."""
+
+    run: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    task: str = "elastic.worker.pretrain:LanguageModel"
+    seed: int = Field(0, ge=0)
+    steps: int = Field(100, ge=1)
+    storage: str = "runs"
+    hosts_min: int = Field(1, ge=1)
+    hosts_max: int = Field(1, ge=1)
+    use_gpu: bool = False
+    precision: Literal["float32", "float64", "bfloat16"] = "float32"
+    warm_standby: bool = True
+    max_failures: int = Field(0, ge=-1)
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    batch: Batch = Batch()
+    data: Data = Data()
+    evaluation: Evaluation = Evaluation()
+    snapshot: Snapshot = Snapshot()
+    checkpoint: Checkpoint = Checkpoint()
+    control: Control = Control()
+    local: LocalCluster = LocalCluster()
+    schedule: tuple[Resize, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.hosts_min > self.hosts_max:
+            raise ValueError(f"hosts_min {self.hosts_min} is above hosts_max {self.hosts_max}")
+        if self.batch.global_samples < self.hosts_max:
+            raise ValueError(
+                f"batch.global_samples {self.batch.global_samples} is below hosts_max {self.hosts_max}: "
+                "each host needs at least one sample a step"
+            )
+        steps = [change.step for change in self.schedule]
+        if steps != sorted(set(steps)):
+            raise ValueError(f"schedule steps {steps} must rise")
+        for change in self.schedule:
+            if not self.hosts_min <= change.hosts <= self.hosts_max:
+                raise ValueError(
+                    f"schedule asks for {change.hosts} hosts at step {change.step}, "
+                    f"allowed are {self.hosts_min} to {self.hosts_max}"
+                )
+        return self
+
+    def run_dir(self) -> Path:
+        return Path(self.storage) / self.run
+
+
+def load(path: Path, overrides: tuple[str, ...] = ()) -> Config:
+    """Read `path`, apply `key=value` overrides (values are YAML), check everything; ConfigError says what is wrong."""
+    try:
+        raw = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}; give the path of a job file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds {type(raw).__name__}, wanted a mapping of keys")
+    for override in overrides:
+        _apply(raw, override)
+    return parse(raw, source=str(path))
+
+
+def parse(raw: dict[str, Any], *, source: str) -> Config:
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(source, item, raw) for item in error.errors())) from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {override!r}: wanted KEY=VALUE, for example --set steps=100")
+    *parents, leaf = key.split(".")
+    section = raw
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"--set {override!r}: {parent} is a value, not a section")
+    section[leaf] = yaml.safe_load(text)
+
+
+def _sentence(source: str, item: Any, raw: dict[str, Any]) -> str:
+    location = [str(part) for part in item["loc"]]
+    key = ".".join(location) or "(the whole file)"
+    if item["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(location[-1], _allowed(location[:-1]), n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; allowed: {', '.join(_allowed(location[:-1]))}"
+        return f"{source}: unknown key {key}{hint}"
+    got = "" if item["type"] == "value_error" else f" is {item['input']!r}"
+    return f"{source}: {key}{got}: {item['msg'].removeprefix('Value error, ')}"
+
+
+def _allowed(parents: list[str]) -> list[str]:
+    section: Any = Config
+    for parent in parents:
+        field = section.model_fields.get(parent) if hasattr(section, "model_fields") else None
+        if field is None:
+            return []
+        section = field.annotation
+    return sorted(section.model_fields) if hasattr(section, "model_fields") else []

@@ -1,0 +1,309 @@
+"""The controller: (state, event, now) -> (state, actions, reason). No clock, no Ray, no torch, no I/O.
+
+An event first changes what is known (`_take_*`), then `_advance` moves the phase as far as the knowledge
+allows. Everything is level-triggered: an event that tells nothing new changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elastic import events
+from elastic.config import Config
+from elastic.controller import generations, recovery
+from elastic.controller.actions import CommitCheckpoint, EvictHost, KeepSnapshot, UploadSnapshot
+from elastic.controller.membership import node_of
+from elastic.controller.state import ALIVE, TERMINAL, Decision, Phase, RunState, check
+
+GENERATIONS_TOLD_MAX = 64
+
+
+def decide(state: RunState, event: events.Event, now_s: float, config: Config) -> Decision:
+    """One event, one decision. Terminal states stay as they are."""
+    if state.phase in TERMINAL:
+        return Decision(state=state)
+    taken = _TAKE[type(event)](state, event, now_s, config)
+    advanced = _advance(taken.state, now_s, config)
+    decision = Decision(
+        state=advanced.state,
+        actions=taken.actions + advanced.actions,
+        reason="; ".join(filter(None, (taken.reason, advanced.reason))),
+    )
+    check(decision.state, config)
+    return decision
+
+
+# ---------------------------------------------------------------- what an event tells
+
+
+def _run_started(state: RunState, event: events.RunStarted, now_s: float, config: Config) -> Decision:
+    step = min(event.durable.key.step, config.steps) if event.durable else 0
+    began = replace(
+        state,
+        run=event.run,
+        attempt=event.attempt,
+        durable=event.durable,
+        step=step,
+        highest_step=step,
+        generation=event.generation,
+        since_s=now_s,
+    )
+    origin = f"from the checkpoint of step {step}" if event.durable else "from the seed"
+    return Decision(state=began, reason=f"attempt {event.attempt} of {event.run} starts {origin}")
+
+
+def _coordinator_restarted(state: RunState, event: events.CoordinatorRestarted, now_s: float, _: Config) -> Decision:
+    return Decision(state=state, reason="the coordinator is back, state folded from its journal")
+
+
+def _host_reported(state: RunState, event: events.HostReported, now_s: float, config: Config) -> Decision:
+    report = event.report
+    known = state.hosts.get(report.host)
+    if report.host in state.gone:
+        return Decision(state=state, reason=f"{report.host} was evicted, its report counts no more")
+    if known is not None and known.seq >= report.seq:
+        return Decision(state=state)
+    after = replace(state, hosts={**state.hosts, report.host: report}, silent=state.silent - {report.host})
+    reason = f"{report.host} joined" if known is None else ""
+    if report.host in state.silent:
+        reason = f"{report.host} is heard again"
+    if known is not None and report.ready and not known.ready:
+        reason = f"{report.host} is ready"
+    trainer = report.trainer
+    ended = trainer.exit is not None and trainer.generation == state.generation and report.host in state.members
+    if ended and (known is None or known.trainer != trainer):
+        return recovery.trainer_exited(after, report, now_s, config)
+    return Decision(state=after, reason=reason)
+
+
+def _host_gone(state: RunState, event: events.HostGone, now_s: float, config: Config) -> Decision:
+    if event.host not in state.hosts:
+        return Decision(state=state)
+    return recovery.host_lost(state, event.host, "lost host", event.reason, now_s, config)
+
+
+def _host_silent(state: RunState, event: events.HostSilent, now_s: float, config: Config) -> Decision:
+    """Silence is a verdict only where stopped steps back it; a host without a part in the steps is just left out."""
+    if event.host not in state.hosts or event.host in state.silent or event.silent_s <= config.control.silence_s:
+        return Decision(state=state)
+    takes_part = event.host in state.members and state.phase in ALIVE
+    source = state.phase is Phase.STARTING and recovery.is_source(state, event.host)
+    if takes_part and event.stalled_s <= config.control.silence_s:
+        return Decision(state=state)
+    detail = f"nothing heard for {event.silent_s:.1f} s"
+    if takes_part or source:
+        detail += f", no step for {event.stalled_s:.1f} s"
+    return recovery.host_silent(state, event.host, detail, now_s, config)
+
+
+def _step_completed(state: RunState, event: events.StepCompleted, now_s: float, _: Config) -> Decision:
+    record = event.record
+    if record.step <= state.steps_told.get(record.generation, 0):
+        return Decision(state=state)
+    told = {**state.steps_told, record.generation: record.step}
+    for old in sorted(told)[:-GENERATIONS_TOLD_MAX]:
+        del told[old]
+    after = replace(state, steps_told=told, highest_step=max(state.highest_step, record.step))
+    if record.generation != state.generation or record.step <= state.step:
+        return Decision(state=after)
+    # Also while STOPPING or WAITING: a survivor tells steps that rank 0 completed and could not report.
+    after = replace(after, step=record.step)
+    if state.phase is not Phase.STARTING:
+        return Decision(state=after)
+    reason = f"generation {state.generation} completed step {record.step}"
+    if state.incident is not None:
+        reason += f": incident {state.incident.number} is over after {now_s - state.incident.at_s:.2f} s"
+    return Decision(state=replace(after, phase=Phase.RUNNING, since_s=now_s, incident=None), reason=reason)
+
+
+def _step_safe(state: RunState, event: events.StepSafe, now_s: float, config: Config) -> Decision:
+    key = event.key
+    if key.generation != state.generation or (state.safe is not None and key <= state.safe):
+        return Decision(state=state)
+    after = replace(state, safe=key)
+    if state.upload is not None:
+        # The buffers under upload stay; the newer snapshot is protected by its age anyway.
+        return Decision(state=after)
+    after = replace(after, keep=key)
+    due = key.step - state.durable_step >= config.checkpoint.interval_steps and key.step < config.steps
+    if not due:
+        return Decision(state=after, actions=(KeepSnapshot(key=key),))
+    after = replace(after, upload=key, upload_since_s=now_s)
+    return Decision(
+        state=after,
+        actions=(KeepSnapshot(key=key), UploadSnapshot(key=key)),
+        reason=f"checkpoint of step {key.step} is due",
+    )
+
+
+def _upload_completed(state: RunState, event: events.UploadCompleted, _: float, __: Config) -> Decision:
+    if event.key != state.upload:
+        return Decision(state=state)
+    return Decision(state=state, actions=(CommitCheckpoint(key=event.key),))
+
+
+def _checkpoint_committed(state: RunState, event: events.CheckpointCommitted, _: float, __: Config) -> Decision:
+    durable = event.restore if event.key.step >= state.durable_step else state.durable
+    after = replace(state, durable=durable, commit_failures=0)
+    if event.key == state.upload:
+        after = replace(after, upload=None, keep=_released(after))
+    return Decision(state=after, reason=f"checkpoint of step {event.key.step} is committed as entry {event.number}")
+
+
+def _commit_failed(state: RunState, event: events.CommitFailed, now_s: float, _: Config) -> Decision:
+    if event.fenced_by:
+        detail = f"attempt {event.fenced_by} has taken over this run; attempt {state.attempt} ends"
+        return generations.fail(state, "fenced", detail, now_s)
+    after = replace(state, commit_failures=state.commit_failures + 1)
+    if event.key == state.upload:
+        after = replace(after, upload=None, keep=_released(after))
+    return Decision(state=after, reason=f"checkpoint of step {event.key.step} failed: {event.reason}")
+
+
+def _released(state: RunState) -> Any:
+    """The newest safe snapshot of this generation, else what was kept."""
+    newest = state.safe
+    return newest if newest is not None and newest.generation == state.generation else state.keep
+
+
+def _stop_requested(state: RunState, event: events.StopRequested, _: float, __: Config) -> Decision:
+    if state.stop_why:
+        return Decision(state=state)
+    why = f"{event.who}: {event.why}"
+    return Decision(state=replace(state, stop_why=why), reason=f"stop requested by {why}")
+
+
+def _node_quarantined(state: RunState, event: events.NodeQuarantined, now_s: float, config: Config) -> Decision:
+    after = replace(state, quarantined={**state.quarantined, event.node: event.why})
+    reason = f"node {event.node} is quarantined: {event.why}"
+    if state.phase in ALIVE and any(node_of(state.hosts, host) == event.node for host in state.members):
+        return replace(generations.drain(after, reason, now_s), reason=reason)
+    return Decision(state=after, reason=reason)
+
+
+def _node_released(state: RunState, event: events.NodeReleased, _: float, __: Config) -> Decision:
+    left = {node: why for node, why in state.quarantined.items() if node != event.node}
+    return Decision(state=replace(state, quarantined=left), reason=f"node {event.node} is released: {event.why}")
+
+
+def _tick(state: RunState, _: events.Tick, __: float, ___: Config) -> Decision:
+    return Decision(state=state)
+
+
+_TAKE: dict[type[Any], Callable[[RunState, Any, float, Config], Decision]] = {
+    events.RunStarted: _run_started,
+    events.CoordinatorRestarted: _coordinator_restarted,
+    events.HostReported: _host_reported,
+    events.HostGone: _host_gone,
+    events.HostSilent: _host_silent,
+    events.StepCompleted: _step_completed,
+    events.StepSafe: _step_safe,
+    events.UploadCompleted: _upload_completed,
+    events.CheckpointCommitted: _checkpoint_committed,
+    events.CommitFailed: _commit_failed,
+    events.StopRequested: _stop_requested,
+    events.NodeQuarantined: _node_quarantined,
+    events.NodeReleased: _node_released,
+    events.Tick: _tick,
+}
+
+
+# ---------------------------------------------------------------- how far that leads
+
+
+def _advance(state: RunState, now_s: float, config: Config) -> Decision:
+    """Move the phase while it can move. Bounded: each turn leaves a phase, and only WAITING can follow another."""
+    actions: tuple[Any, ...] = ()
+    reasons: list[str] = []
+    for _ in range(4):
+        before = state
+        decision = _PHASE.get(state.phase, _rest)(state, now_s, config)
+        state = decision.state
+        actions += decision.actions
+        if decision.reason:
+            reasons.append(decision.reason)
+        if state.phase is before.phase:
+            break
+    return Decision(state=state, actions=actions, reason="; ".join(reasons))
+
+
+def _rest(state: RunState, _: float, __: Config) -> Decision:
+    return Decision(state=state)
+
+
+def _starting(state: RunState, now_s: float, config: Config) -> Decision:
+    if (paused := generations.all_paused(state)) is not None:
+        return generations.paused(state, paused, now_s, config)
+    if now_s - state.since_s <= config.control.start_timeout_s:
+        return _drain_if_due(state, now_s, config)
+    absent = tuple(h for h in state.members if state.hosts[h].trainer.generation < state.generation)
+    detail = f"no step within {config.control.start_timeout_s:.0f} s; not started: {', '.join(absent) or 'none'}"
+    return recovery.fail_generation(state, "start timeout", absent, None, detail, now_s, config)
+
+
+def _running(state: RunState, now_s: float, config: Config) -> Decision:
+    if (paused := generations.all_paused(state)) is not None:
+        return generations.paused(state, paused, now_s, config)
+    late = state.upload is not None and now_s - state.upload_since_s > config.control.upload_timeout_s
+    if late:
+        cancelled = replace(state, upload=None, keep=_released(state), commit_failures=state.commit_failures + 1)
+        return Decision(state=cancelled, reason=f"upload took over {config.control.upload_timeout_s:.0f} s, given up")
+    return _drain_if_due(state, now_s, config)
+
+
+def _drain_if_due(state: RunState, now_s: float, config: Config) -> Decision:
+    """A planned change: let the trainers pause at the next boundary. One that does not come is a failure."""
+    if state.draining or generations.any_paused(state):
+        since_s = state.drain_since_s if state.drain_since_s else now_s
+        if now_s - since_s > config.control.drain_timeout_s:
+            late = tuple(h for h in state.members if state.hosts[h].trainer.phase != "exited")
+            detail = f"not at a step boundary within {config.control.drain_timeout_s:.0f} s: {', '.join(late)}"
+            return recovery.fail_generation(state, "drain timeout", late, None, detail, now_s, config)
+        return Decision(state=state if state.drain_since_s else replace(state, drain_since_s=now_s))
+    if state.stop_why:
+        return generations.drain(state, f"stop ({state.stop_why})", now_s)
+    if state.phase is Phase.RUNNING:
+        return generations.grow(state, now_s, config)
+    return Decision(state=state)
+
+
+def _stopping(state: RunState, now_s: float, config: Config) -> Decision:
+    """Wait for each member's trainer to be reaped; a host that can't do it in time loses its place."""
+    present = [report for report in state.present if report.host in state.members]
+    unfinished = [report.host for report in present if not generations.is_stopped(state, report)]
+    if unfinished and now_s - state.since_s <= config.control.stop_timeout_s:
+        return Decision(state=state)
+    evicted = replace(
+        state,
+        hosts={h: r for h, r in state.hosts.items() if h not in unfinished},
+        gone=state.gone | frozenset(unfinished),
+    )
+    actions = tuple(EvictHost(host=host) for host in unfinished)
+    reason = (
+        f"evicted, not stopped in {config.control.stop_timeout_s:.0f} s: {', '.join(unfinished)}" if unfinished else ""
+    )
+    stopped = recovery.conclude(evicted, now_s, config)
+    return Decision(
+        state=stopped.state,
+        actions=actions + stopped.actions,
+        reason="; ".join(filter(None, (reason, stopped.reason))),
+    )
+
+
+def _waiting(state: RunState, now_s: float, config: Config) -> Decision:
+    return generations.start(state, now_s, config)
+
+
+def _saving(state: RunState, now_s: float, config: Config) -> Decision:
+    return generations.save(state, now_s, config)
+
+
+_PHASE: dict[Phase, Callable[[RunState, float, Config], Decision]] = {
+    Phase.WAITING: _waiting,
+    Phase.STARTING: _starting,
+    Phase.RUNNING: _running,
+    Phase.STOPPING: _stopping,
+    Phase.SAVING: _saving,
+}

@@ -1,0 +1,208 @@
+"""The life of a generation that nothing breaks: form, start, drain for a planned change, pause, save, finish. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.config import Config
+from elastic.controller import sources
+from elastic.controller.actions import (
+    DrainGeneration,
+    FailRun,
+    FinishRun,
+    StartGeneration,
+    StopGeneration,
+    UploadSnapshot,
+)
+from elastic.controller.membership import available, form, hosts_wanted, partners, pause_step
+from elastic.controller.state import Decision, Phase, RunState
+from elastic.events import Report
+from elastic.plan import Assignment, Member, RestorePlan, SnapshotKey
+from elastic.planner import search
+
+COMMIT_FAILURES_MAX = 10
+COMMIT_WAIT_S_MAX = 30.0
+
+
+def start(state: RunState, now_s: float, config: Config) -> Decision:
+    """WAITING: form a membership, choose the newest state it can have, give each member its assignment."""
+    if state.step == state.durable_step and (state.step >= config.steps or state.stop_why):
+        return _end(state, now_s, config)
+    members, reason = form(state, config, now_s)
+    enough = len(available(state)) >= hosts_wanted(config, state.step)[0]
+    if members is None:
+        since_s = (state.enough_since_s or now_s) if enough else None
+        waiting = replace(state, enough_since_s=since_s)
+        if not enough and now_s - state.since_s > config.control.hosts_wait_s:
+            return fail(waiting, "not enough hosts", f"{reason} for {config.control.hosts_wait_s:.0f} s", now_s)
+        return Decision(state=waiting)
+    restore, tier = sources.choose(state.present, members, state.durable)
+    step = restore.key.step if restore else 0
+    until_step = step if state.stop_why else pause_step(config, step)
+    generation = state.generation + 1
+    assignments = _assign(state, config, members, generation, restore, until_step)
+    started = replace(
+        state,
+        phase=Phase.STARTING,
+        since_s=now_s,
+        generation=generation,
+        assignments=assignments,
+        step=step,
+        highest_step=max(step, state.highest_step),
+        safe=None,
+        keep=restore.key if restore else None,
+        upload=None,
+        draining="",
+        drain_since_s=0.0,
+        enough_since_s=None,
+        candidate_since_s=None,
+    )
+    action = StartGeneration(
+        generation=generation,
+        hosts=tuple(report.host for report in members),
+        step=step,
+        until_step=until_step,
+        restore=restore.key if restore else None,
+        tier=tier,
+    )
+    return Decision(
+        state=started,
+        actions=(action,),
+        reason=f"generation {generation}: {reason}, from step {step} ({tier})",
+    )
+
+
+def _assign(
+    state: RunState,
+    config: Config,
+    chosen: tuple[Report, ...],
+    generation: int,
+    restore: RestorePlan | None,
+    until_step: int,
+) -> tuple[Assignment, ...]:
+    members = tuple(Member(host=r.host, node=r.node, domain=r.domain, mover=r.mover, store=r.store) for r in chosen)
+    plan = search.choose(config, len(members))
+    keepers = partners(members, sources_max=config.snapshot.sources_max) if config.snapshot.partner else {}
+    return tuple(
+        Assignment(
+            run=state.run,
+            attempt=state.attempt,
+            generation=generation,
+            rank=rank,
+            plan=plan,
+            members=members,
+            restore=restore,
+            until_step=until_step,
+            partner=members[keepers[rank]].mover if rank in keepers else None,
+        )
+        for rank in range(len(members))
+    )
+
+
+def drain(state: RunState, why: str, now_s: float) -> Decision:
+    drained = replace(state, draining=why, drain_since_s=now_s)
+    return Decision(
+        state=drained,
+        actions=(DrainGeneration(generation=state.generation),),
+        reason=f"pause at the next step: {why}",
+    )
+
+
+def grow(state: RunState, now_s: float, config: Config) -> Decision:
+    """RUNNING: take in hosts that are ready, several at once, at a step boundary."""
+    most = config.hosts_max if not config.schedule else len(state.members)
+    if len(state.members) >= most:
+        return Decision(state=state)
+    free = [r for r in state.present if r.host not in state.members and r.node not in state.quarantined]
+    candidates = [r for r in free if r.ready and (r.warm or not config.warm_standby)]
+    if not candidates:
+        return Decision(state=state if state.candidate_since_s is None else replace(state, candidate_since_s=None))
+    since_s = now_s if state.candidate_since_s is None else state.candidate_since_s
+    others_coming = len(candidates) < len(free) and len(state.members) + len(candidates) < most
+    if others_coming and now_s - since_s < config.control.grow_wait_s:
+        return Decision(state=replace(state, candidate_since_s=since_s))
+    names = ", ".join(sorted(report.host for report in candidates))
+    return drain(state, f"{names} can join", now_s)
+
+
+def is_stopped(state: RunState, report: Report) -> bool:
+    """No trainer of this host can still touch the arena."""
+    trainer = report.trainer
+    return trainer.phase in ("none", "exited") and trainer.generation <= state.generation
+
+
+def _paused_step(state: RunState, host: str) -> int | None:
+    report = state.hosts.get(host)
+    if report is None or report.trainer.generation != state.generation or report.trainer.exit is None:
+        return None
+    ended = report.trainer.exit
+    return ended.step if ended.kind in ("paused", "done") else None
+
+
+def any_paused(state: RunState) -> bool:
+    return any(_paused_step(state, host) is not None for host in state.members)
+
+
+def all_paused(state: RunState) -> int | None:
+    """The step at which every member paused, or None while one still runs."""
+    steps = [_paused_step(state, host) for host in state.members]
+    known = {step for step in steps if step is not None}
+    if len(known) != 1 or None in steps:
+        return None
+    return known.pop()
+
+
+def paused(state: RunState, step: int, now_s: float, config: Config) -> Decision:
+    """All trainers ended by themselves at `step`: save at the run's end or on a stop, else the next generation."""
+    at_pause = replace(
+        state,
+        step=step,
+        highest_step=max(step, state.highest_step),
+        since_s=now_s,
+        upload=None,
+        draining="",
+        drain_since_s=0.0,
+        incident=None,
+    )
+    reason = f"generation {state.generation} paused at step {step}"
+    if step < config.steps and not state.stop_why:
+        return Decision(state=replace(at_pause, phase=Phase.WAITING), reason=reason)
+    if step == state.durable_step:
+        ended = _end(at_pause, now_s, config)
+        return replace(ended, reason=f"{reason}; {ended.reason}")
+    key = SnapshotKey(generation=state.generation, step=step)
+    saving = replace(at_pause, phase=Phase.SAVING, upload=key, keep=key, upload_since_s=now_s)
+    return Decision(state=saving, actions=(UploadSnapshot(key=key),), reason=reason)
+
+
+def save(state: RunState, now_s: float, config: Config) -> Decision:
+    """SAVING: until the last step is committed. A failed or late upload is tried again, ever more slowly."""
+    if state.durable is not None and state.durable.key.step >= state.step:
+        return _end(state, now_s, config)
+    waited_s = now_s - state.upload_since_s
+    if state.upload is not None and waited_s <= config.control.upload_timeout_s:
+        return Decision(state=state)
+    failures = state.commit_failures + (state.upload is not None)
+    if failures > COMMIT_FAILURES_MAX:
+        detail = f"the checkpoint of step {state.step} could not be committed in {failures} tries"
+        return fail(replace(state, commit_failures=failures), "checkpoint", detail, now_s)
+    if state.upload is None and waited_s < min(2.0**failures, COMMIT_WAIT_S_MAX):
+        return Decision(state=state)
+    key = SnapshotKey(generation=state.generation, step=state.step)
+    again = replace(state, upload=key, upload_since_s=now_s, commit_failures=failures)
+    return Decision(state=again, actions=(UploadSnapshot(key=key),), reason="save again")
+
+
+def _end(state: RunState, now_s: float, config: Config) -> Decision:
+    phase = Phase.FINISHED if state.step >= config.steps else Phase.STOPPED
+    ended = replace(state, phase=phase, since_s=now_s, upload=None)
+    return Decision(state=ended, actions=(FinishRun(step=state.step),), reason=f"the run {phase} at step {state.step}")
+
+
+def fail(state: RunState, failure: str, detail: str, now_s: float) -> Decision:
+    failed = replace(state, phase=Phase.FAILED, since_s=now_s, failure=failure, detail=detail, upload=None)
+    return Decision(
+        state=failed,
+        actions=(StopGeneration(generation=state.generation), FailRun(failure=failure, detail=detail)),
+        reason=f"the run failed, {failure}: {detail.splitlines()[0]}",
+    )

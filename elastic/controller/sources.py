@@ -1,0 +1,48 @@
+"""Which state the next generation starts from: the newest snapshot that every shard has somewhere. Pure.
+
+Arenas and partner copies first, then the last committed checkpoint, then the initialised model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from elastic.events import Holding, Report
+from elastic.plan import RestorePlan, ShardSource, SnapshotKey
+
+
+def choose(
+    hosts: Iterable[Report], members: Sequence[Report], durable: RestorePlan | None
+) -> tuple[RestorePlan | None, str]:
+    """(state to restore, its tier with the reason). None: start from the seed.
+
+    An own shard that is only written (not yet checksummed) serves its own host's trainer in the same layout;
+    everybody else reads sealed shards only.
+    """
+    shards: dict[tuple[SnapshotKey, int], dict[int, ShardSource]] = defaultdict(dict)
+    for report in hosts:
+        for holding in report.holdings:
+            if holding.sealed or _is_own_restore(report, holding, members):
+                _offer(shards[holding.key, holding.world], report, holding)
+    whole = [(key, world) for (key, world), found in shards.items() if len(found) == world]
+    best = max(whole, key=lambda item: (item[0].step, item[0].generation), default=None)
+    if best is None or (durable is not None and durable.key.step > best[0].step):
+        return durable, "storage" if durable else "the seed"
+    key, world = best
+    sources = tuple(shards[best][rank] for rank in range(world))
+    return RestorePlan(key=key, world=world, sources=sources), "memory"
+
+
+def _is_own_restore(report: Report, holding: Holding, members: Sequence[Report]) -> bool:
+    if holding.tier != "own" or holding.world != len(members) or holding.rank >= len(members):
+        return False
+    return members[holding.rank].host == report.host
+
+
+def _offer(found: dict[int, ShardSource], report: Report, holding: Holding) -> None:
+    """Own copies before partner copies: the survivor that held the rank most likely still has it."""
+    if holding.tier == "own" or holding.rank not in found:
+        found[holding.rank] = ShardSource(
+            rank=holding.rank, tier=holding.tier, host=report.host, endpoint=report.mover, object=""
+        )

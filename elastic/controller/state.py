@@ -1,0 +1,134 @@
+"""The controller's whole memory: one frozen value, its phases and its invariants.
+
+Only `decide` makes a new one. Recovery from the journal is a fold of the events through `decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from elastic.config import Config
+from elastic.controller.actions import Action
+from elastic.events import Report
+from elastic.plan import Assignment, RestorePlan, SnapshotKey
+
+
+class Phase(StrEnum):
+    """Why a phase is left is data (`RunState.incident`, `RunState.draining`), not another phase."""
+
+    WAITING = "waiting"  # no trainers; leaves when a membership forms
+    STARTING = "starting"  # a generation was ordered; leaves with its first completed step
+    RUNNING = "running"
+    STOPPING = "stopping"  # trainers are being killed; leaves when all are reaped or their hosts are gone
+    SAVING = "saving"  # trainers ended at the last step; its snapshot is being committed
+    FINISHED = "finished"
+    STOPPED = "stopped"  # by request, with a checkpoint
+    FAILED = "failed"
+
+
+TERMINAL = frozenset({Phase.FINISHED, Phase.STOPPED, Phase.FAILED})
+ALIVE = frozenset({Phase.STARTING, Phase.RUNNING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """One failure, from what broke to the first completed step of the next generation.
+
+    failure: user code, lost process, lost host, lost node, silent host, broken connection, start timeout,
+    drain timeout. `detail`: the first failing rank's last lines.
+    """
+
+    number: int
+    failure: str
+    generation: int
+    step: int
+    hosts: tuple[str, ...]
+    rank: int | None
+    detail: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """`step`: completed steps of the lineage. `highest_step`: ever completed, maybe undone since. `steps_told`: by
+    generation, the last step whose record is in the journal; a host that was silent may still tell older ones.
+
+    `hosts`: newest report of each live host. `silent`: those of them that nothing is heard of; they take no part
+    until they report again, and then find that their generation is over. `gone`: ids that may never take part
+    again. `keep`: what hosts may not overwrite. `enough_since_s`: since when WAITING has
+    had hosts_min ready hosts, None while it has not.
+    """
+
+    run: str = ""
+    attempt: int = 0
+    phase: Phase = Phase.WAITING
+    since_s: float = 0.0
+    generation: int = 0
+    hosts: Mapping[str, Report] = field(default_factory=dict)
+    silent: frozenset[str] = frozenset()
+    gone: frozenset[str] = frozenset()
+    quarantined: Mapping[str, str] = field(default_factory=dict)
+    assignments: tuple[Assignment, ...] = ()
+    step: int = 0
+    highest_step: int = 0
+    steps_told: Mapping[int, int] = field(default_factory=dict)
+    safe: SnapshotKey | None = None
+    keep: SnapshotKey | None = None
+    durable: RestorePlan | None = None
+    upload: SnapshotKey | None = None
+    upload_since_s: float = 0.0
+    commit_failures: int = 0
+    draining: str = ""
+    drain_since_s: float = 0.0
+    stop_why: str = ""
+    enough_since_s: float | None = None
+    candidate_since_s: float | None = None
+    incident: Incident | None = None
+    incidents: int = 0
+    failures_without_progress: int = 0
+    highest_at_failure: int = -1
+    failure: str = ""
+    detail: str = ""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Hosts of the present generation, by rank."""
+        return tuple(member.host for member in self.assignments[0].members) if self.assignments else ()
+
+    @property
+    def present(self) -> tuple[Report, ...]:
+        """Reports of the hosts that are heard of."""
+        return tuple(report for host, report in self.hosts.items() if host not in self.silent)
+
+    @property
+    def durable_step(self) -> int:
+        return self.durable.key.step if self.durable else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """`reason` says why, also for "nothing to do"; it is empty where the event changed nothing."""
+
+    state: RunState
+    actions: tuple[Action, ...] = ()
+    reason: str = ""
+
+
+def check(state: RunState, config: Config) -> None:
+    """Assert every invariant; `decide` calls it on each new state."""
+    members = state.members
+    assert len(set(members)) == len(members), members
+    assert not state.gone & state.hosts.keys(), state.gone & state.hosts.keys()
+    assert state.silent <= state.hosts.keys(), state.silent - state.hosts.keys()
+    assert state.step <= state.highest_step, (state.step, state.highest_step)
+    assert state.step <= config.steps, (state.step, config.steps)
+    if state.phase in ALIVE:
+        assert config.hosts_min <= len(members) <= config.hosts_max, members
+        assert all(a.generation == state.generation for a in state.assignments)
+        assert all(a.rank == rank for rank, a in enumerate(state.assignments))
+        assert all(host in state.hosts for host in members), (members, tuple(state.hosts))
+        assert not state.silent & set(members), state.silent & set(members)
+    if state.phase is Phase.FAILED:
+        assert state.failure

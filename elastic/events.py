@@ -1,0 +1,305 @@
+"""What happened: facts in the past tense, the two messages of the protocol, and their JSON form.
+
+Two messages, both level-triggered (each carries the sender's whole present state, so loss, duplication and
+reordering cost only time): a host sends `Report` up, the coordinator sends `Order` down. The driver turns
+reports into the facts below; only those reach `decide`, and only those are journaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from elastic.plan import Assignment, Endpoint, RestorePlan, SnapshotKey
+
+ExitKind = Literal["lost", "peer", "user", "stopped", "paused", "done"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a trainer ended.
+
+    lost: killed or crashed by something that is not us (code or signal say which).
+    peer: a collective, the rendezvous or a restore failed because of another host; this one is never blamed.
+    `blame`: that host's id, where it is known (the source that could not be read).
+    user: an exception in the task's code; `detail` is the traceback's tail.
+    stopped: killed by the host on an order. paused, done: ended by itself at a step boundary, state in the arena.
+    """
+
+    kind: ExitKind
+    step: int
+    code: int | None = None
+    signal: int | None = None
+    detail: str = ""
+    blame: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerReport:
+    """The trainer as its host sees it. `marks`: seconds since the order arrived, by name of the phase that ended
+    (start, group, build, restore, first_step), filled as they pass; phase is "running" once first_step is there."""
+
+    phase: Literal["none", "starting", "running", "exited"] = "none"
+    generation: int = 0
+    pid: int = 0
+    marks: dict[str, float] = field(default_factory=dict)
+    exit: Exit | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One shard in one arena: rank `rank` of the `world` ranks of layout `key.generation`."""
+
+    key: SnapshotKey
+    rank: int
+    world: int
+    tier: Literal["own", "received"]
+    sealed: bool
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uploaded:
+    """A shard that lies whole in the run's storage, at `object`, with its table beside it."""
+
+    key: SnapshotKey
+    rank: int
+    object: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One completed optimizer step, told by rank 0; sums are over all ranks (they came through the step word).
+
+    loss: nats per token. digest: sum over the step's samples of hash64(id) mod 2**64, as 16 hex digits.
+    seconds: wall time of the step on rank 0. held_out: nats per token, where this step evaluated.
+    """
+
+    generation: int
+    step: int
+    loss: float
+    tokens: int
+    samples: int
+    digest: str
+    grad_norm: float
+    lr: float
+    seconds: float
+    held_out: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Host -> coordinator, on every change and at least each heartbeat. Older `seq` of a host are dropped.
+
+    ready: a trainer can be started (template up); warm: a standby waits. step: newest step that the trainer's
+    progress mark shows. steps: records of its last trainer that the order's `steps_seen` does not cover (a key of
+    another generation covers none), oldest first, a bounded number; rank 0's host tells them as they come, every
+    other host once its trainer has exited: each completed step is then known as long as one host of the generation
+    lives. A trainer sends its record before it publishes a snapshot of the step, and its host reads all of them
+    before it reports the exit.
+    """
+
+    host: str
+    seq: int
+    node: str
+    domain: str
+    slot: int
+    ready: bool
+    warm: bool
+    mover: Endpoint
+    store: Endpoint
+    trainer: TrainerReport = TrainerReport()
+    step: int = 0
+    holdings: tuple[Holding, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+    uploads: tuple[Uploaded, ...] = ()
+    skipped: int = 0
+    pids: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Coordinator -> host: the whole desired state, on every change and at least each heartbeat (it is the lease).
+
+    The host kills a trainer of an older generation, or of this one when `running` is False; it starts
+    `assignment` when `running` and no trainer of that generation was ever started here. `assignment` None with
+    `running`: it was sent before. drain: pause at the next step boundary. keep: the newest safe snapshot; older
+    ones may be overwritten. upload: copy this sealed own shard to storage. steps_seen: the newest record of that
+    generation that is in the journal. finish: the run is over, end. evicted: this incarnation is no longer a member
+    of the run; kill, forget and come back as a new host.
+    """
+
+    host: str
+    seq: int
+    attempt: int
+    generation: int
+    running: bool = False
+    assignment: Assignment | None = None
+    drain: bool = False
+    keep: SnapshotKey | None = None
+    upload: SnapshotKey | None = None
+    steps_seen: SnapshotKey | None = None
+    evicted: bool = False
+    finish: bool = False
+
+
+# ---------------------------------------------------------------- facts: the input of `decide`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """An attempt began. `durable`: the newest committed checkpoint of the run, None on a new run. `generation`: the
+    highest that any earlier attempt is known to have used; numbers are never used twice."""
+
+    run: str
+    attempt: int
+    generation: int
+    durable: RestorePlan | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorRestarted:
+    """The same attempt goes on in a new coordinator process, state folded from the journal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReported:
+    """A host told something new (the driver drops steps, uploads and, while a trainer runs, holdings)."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostGone:
+    """A host's process ended (its stream was closed, or Ray says its actor died)."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSilent:
+    """Nothing was heard of a host for longer than the limit. A fact, not yet a verdict: `stalled_s` says how long
+    ago any member of the generation last showed progress."""
+
+    host: str
+    silent_s: float
+    stalled_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCompleted:
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSafe:
+    """Each shard of `key` lies complete in two failure domains, or in as many as the generation has."""
+
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadCompleted:
+    """Each shard of `key` lies in storage; nothing is committed yet."""
+
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCommitted:
+    """The manifest is entry `number` of the commit log; `restore` reads the checkpoint."""
+
+    key: SnapshotKey
+    number: int
+    restore: RestorePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitFailed:
+    """The checkpoint was not committed. `fenced_by`: attempt whose claim was found in the log, 0 if none."""
+
+    key: SnapshotKey
+    reason: str
+    fenced_by: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """Somebody asked the run to stop at a step boundary with a checkpoint."""
+
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeQuarantined:
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReleased:
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed. Journaled only where it changed something."""
+
+
+Event = (
+    RunStarted
+    | CoordinatorRestarted
+    | HostReported
+    | HostGone
+    | HostSilent
+    | StepCompleted
+    | StepSafe
+    | UploadCompleted
+    | CheckpointCommitted
+    | CommitFailed
+    | StopRequested
+    | NodeQuarantined
+    | NodeReleased
+    | Tick
+)
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        *Event.__args__,
+        Report,
+        Order,
+        Assignment,
+        StepRecord,
+        Exit,
+    )
+}
+
+
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind.__name__ not in _ADAPTERS:
+        _ADAPTERS[kind.__name__] = TypeAdapter(kind)
+    return _ADAPTERS[kind.__name__]
+
+
+def to_json(value: object) -> dict[str, Any]:
+    """A dataclass of this module as plain JSON values, its class name under "kind"."""
+    return {"kind": type(value).__name__, **_adapter(type(value)).dump_python(value, mode="json")}
+
+
+def from_json(raw: dict[str, Any]) -> Any:
+    """The inverse of `to_json`. ValueError: unknown kind or fields that do not fit."""
+    fields = dict(raw)
+    kind = _KINDS.get(fields.pop("kind", ""))
+    if kind is None:
+        raise ValueError(f"unknown kind {raw.get('kind')!r}, known: {', '.join(sorted(_KINDS))}")
+    return _adapter(kind).validate_python(fields, strict=False)

@@ -1,0 +1,63 @@
+"""The append-only record of a run: one checksummed JSON line per decision that changed something.
+
+A line is written before it is acted on. A torn tail (the writer was killed in a write) is cut off on read;
+a bad line with good ones after it is damage and an error.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+SCHEMA = 1
+
+
+class JournalError(Exception):
+    """The journal is damaged before its end; the message names file and line."""
+
+
+def encode(entry: dict[str, Any]) -> bytes:
+    text = json.dumps(entry, separators=(",", ":"), sort_keys=True).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """The entry, or None if the line is torn or damaged."""
+    if not line.endswith(b"\n") or line[8:9] != b" ":
+        return None
+    try:
+        if int(line[:8], 16) != zlib.crc32(line[9:-1]):
+            return None
+        entry = json.loads(line[9:])
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def read(data: bytes, name: str = "journal") -> Iterator[dict[str, Any]]:
+    """Entries in order, up to a torn tail."""
+    lines = data.splitlines(keepends=True)
+    for index, line in enumerate(lines):
+        entry = decode(line)
+        if entry is None:
+            if any(decode(later) is not None for later in lines[index + 1 :]):
+                raise JournalError(f"{name}: line {index + 1} is damaged and good lines follow; restore the file")
+            return
+        yield entry
+
+
+def read_file(path: Path) -> list[dict[str, Any]]:
+    return list(read(path.read_bytes(), str(path))) if path.exists() else []
+
+
+def open_for_append(path: Path) -> IO[bytes]:
+    """Cut a torn tail off, then append after it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = sum(len(encode(entry)) for entry in read_file(path))
+    file = path.open("ab")
+    file.truncate(whole)
+    file.seek(0, 2)
+    return file

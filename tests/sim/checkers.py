@@ -1,0 +1,99 @@
+"""What must hold after every turn (safety) and at the end (liveness, lineage, ledger)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from elastic.controller.driver import replay
+from elastic.controller.state import ALIVE, Phase
+from elastic.plan import Assignment, SnapshotKey
+from elastic.telemetry import ledger
+from elastic.telemetry.lineage import lineage
+from tests.sim.hosts import chain
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+ACTIONS_MAX = 16
+
+
+class Checkers:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._durable = 0
+        self._safe: SnapshotKey | None = None
+
+    def stepped(self, assignment: Assignment) -> None:
+        """S1: a generation steps only while it is the newest, or (thawed, cut off) on hosts that are out of it."""
+        state = self._world.driver.state
+        if assignment.generation < state.generation:
+            names = {member.host for member in assignment.members}
+            assert not names & set(state.members) or names & (state.gone | state.silent), self._world.story()
+
+    def after_turn(self) -> None:
+        world, state = self._world, self._world.driver.state
+        assert state.durable_step >= self._durable, f"S2 durable step went back\n{world.story()}"
+        self._durable = state.durable_step
+        if state.phase in ALIVE:
+            assert world.config.hosts_min <= len(state.members) <= world.config.hosts_max, world.story()
+        if state.safe != self._safe:
+            self._safe = state.safe
+            if state.safe is not None and state.phase is Phase.RUNNING:
+                self._survives_any_loss(state.safe, state.assignments)
+
+    def _survives_any_loss(self, key: SnapshotKey, assignments: tuple[Assignment, ...]) -> None:
+        """I3: after the loss of any one host a safe step is restorable from memory; of any one domain too, where
+        every rank's partner lies in another one."""
+        world = self._world
+        members = assignments[0].members
+        if len(members) == 1 or not world.config.snapshot.partner or any(a.partner is None for a in assignments):
+            return
+        domain_of = {m.host: m.domain for m in members}
+        crossed = all(domain_of[a.partner.address] != members[a.rank].domain for a in assignments if a.partner)
+        groups = [{m.host} for m in members]
+        if crossed:
+            groups += [{m.host for m in members if m.domain == d} for d in sorted({m.domain for m in members})]
+        for lost in groups:
+            if any(world.by_name(m.host) is None for m in members):
+                return  # a fault of this very turn: the loss has happened already
+            left = [h for m in members if m.host not in lost and (h := world.by_name(m.host)) is not None]
+            ranks = {
+                s.rank
+                for h in left
+                for s in [*h.own, *h.received]
+                if s.key == key and s.sealed and s.content == chain(key.step)
+            }
+            assert ranks == set(range(len(members))), f"{key} does not survive the loss of {lost}\n{world.story()}"
+
+    def at_end(self) -> None:
+        world = self._world
+        entries = world.entries()
+        state = world.driver.state
+        assert state.phase is Phase.FINISHED, f"L1 {state.phase} {state.detail}\n{world.story()}"
+        assert replay(entries, world.config) == state, f"S9 replay differs\n{world.story()}"
+        assert state.durable is not None and state.durable.key.step == world.config.steps, world.story()
+        contents = {world.storage[source.object] for source in state.durable.sources}
+        assert contents == {chain(world.config.steps)}, f"the durable state is wrong\n{world.story()}"
+        steps = [record["step"] for record in lineage(entries)]
+        assert steps == list(range(1, world.config.steps + 1)), f"S3\n{steps}\n{world.story()}"
+        ledger.fold(entries)  # S7: asserts that it sums to wall time
+        for entry in entries:
+            assert len(entry["actions"]) <= ACTIONS_MAX, f"S8 {entry}\n{world.story()}"
+        generations = [plan.key.generation for plan in world.log]
+        assert generations == sorted(generations), f"S1 commits of {generations}\n{world.story()}"
+        self._quarantine(entries)
+
+    def _quarantine(self, entries: list[dict[str, Any]]) -> None:
+        """S6: no generation starts with a host of a quarantined node."""
+        barred: set[str] = set()
+        for entry in entries:
+            event = entry["event"]
+            if event["kind"] == "NodeQuarantined":
+                barred.add(event["node"])
+            if event["kind"] == "NodeReleased":
+                barred.discard(event["node"])
+            for action in entry["actions"]:
+                if action["kind"] == "StartGeneration":
+                    nodes = Counter(host.partition("/")[0] for host in action["hosts"])
+                    assert not barred & nodes.keys(), f"S6 {action}\n{self._world.story()}"
