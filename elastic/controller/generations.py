@@ -114,7 +114,8 @@ def grow(state: RunState, now_s: float, config: Config) -> Decision:
     if len(state.members) >= most:
         return Decision(state=state)
     free = [r for r in state.present if r.host not in state.members and r.node not in state.quarantined]
-    candidates = [r for r in free if r.ready and (r.warm or not config.warm_standby)]
+    able = [r for r in available(state) if r.host not in state.members]
+    candidates = [r for r in able if r.warm or not config.warm_standby]
     if not candidates:
         return Decision(state=state if state.candidate_since_s is None else replace(state, candidate_since_s=None))
     since_s = now_s if state.candidate_since_s is None else state.candidate_since_s

@@ -1,0 +1,147 @@
+"""A prepared corpus, read: the manifest, and fixed windows over the token stream of one split.
+
+Shards are Arrow IPC files; the manifest records where in each file the token values begin, so a reader maps
+them directly: no copy, no footer to parse, no Arrow library in the process that trains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic.config import ElasticError
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+_AGAIN = "prepare the corpus again after deleting"
+
+
+class DataError(ElasticError):
+    """Prepared data is missing, damaged or too small; the message names the file and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One Arrow file. `values_offset`: byte where the little-endian uint16 values of all documents begin."""
+
+    file: str
+    nbytes: int
+    tokens: int
+    documents: int
+    sha256: str
+    values_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What was prepared, from what. It holds no path and no time: the same input gives the same bytes.
+
+    `source` identifies the input: a hash over each file's relative path, size and content.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    source: str
+    splits: dict[str, tuple[Shard, ...]]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything above: two corpora with the same fingerprint hold the same samples."""
+        return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        content = {"fingerprint": self.fingerprint, **self._content()}
+        return json.dumps(content, indent=1, sort_keys=True) + "\n"
+
+    def _content(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def read_manifest(prepared: Path) -> Manifest:
+    """The manifest in directory `prepared`. DataError: there is none, or it is not what was written."""
+    path = prepared / MANIFEST
+    try:
+        raw = json.loads(path.read_bytes())
+        schema, fingerprint = raw.pop("schema"), raw.pop("fingerprint")
+        if schema != SCHEMA:
+            raise DataError(f"{path} has schema {schema}, wanted {SCHEMA}; {_AGAIN} {prepared}")
+        splits = {name: tuple(Shard(**shard) for shard in split) for name, split in raw.pop("splits").items()}
+        manifest = Manifest(splits=splits, **raw)
+    except FileNotFoundError:
+        raise DataError(f"no corpus in {prepared}: {MANIFEST} is missing; prepare it first") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is no manifest ({error!r}); {_AGAIN} {prepared}") from error
+    if manifest.fingerprint != fingerprint:
+        raise DataError(
+            f"{path} was changed: it says fingerprint {fingerprint}, its content gives "
+            f"{manifest.fingerprint}; {_AGAIN} {prepared}"
+        )
+    return manifest
+
+
+def check_sizes(prepared: Path, shards: tuple[Shard, ...]) -> None:
+    """DataError: a shard is missing or has another size (reading a map past its file's end is a SIGBUS)."""
+    for shard in shards:
+        path = prepared / shard.file
+        try:
+            nbytes = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"can't open shard {path}: {error.strerror}; prepare the corpus again") from error
+        if nbytes != shard.nbytes:
+            raise DataError(
+                f"shard {path} has {nbytes} bytes, the manifest says {shard.nbytes}; prepare the corpus again"
+            )
+
+
+class Corpus:
+    """One split of a prepared corpus, memory-mapped."""
+
+    def __init__(self, *, fingerprint: str, vocab_size: int, values: list[NDArray[np.uint16]]) -> None:
+        self.fingerprint = fingerprint
+        self.vocab_size = vocab_size
+        self._values = values
+        self._ends = np.cumsum([len(part) for part in values])
+        self.tokens = int(self._ends[-1])
+
+    @classmethod
+    def open(cls, prepared: Path, split: Split) -> Self:
+        """Map the shards of `split`. DataError: nothing prepared, no such split, a file of wrong size."""
+        manifest = read_manifest(prepared)
+        shards = manifest.splits.get(split, ())
+        if not shards:
+            raise DataError(f"{prepared} has no split {split!r}, it has {', '.join(manifest.splits) or 'none'}")
+        check_sizes(prepared, shards)
+        values = [
+            np.asarray(np.memmap(prepared / s.file, "<u2", "r", offset=s.values_offset, shape=(s.tokens,)))
+            for s in shards
+        ]
+        return cls(fingerprint=manifest.fingerprint, vocab_size=manifest.vocab_size, values=values)
+
+    def windows(self, seq_len: int) -> int:
+        """How many windows of `seq_len` tokens there are; each needs one token more for its last target."""
+        return max(0, (self.tokens - 1) // seq_len)
+
+    def window(self, index: int, seq_len: int) -> NDArray[np.uint16]:
+        """Tokens [index * seq_len, (index + 1) * seq_len] of the split's stream: uint16 [seq_len + 1].
+
+        A view into the map, or a copy where it crosses shards. IndexError: there is no such window.
+        """
+        if not 0 <= index < self.windows(seq_len):
+            raise IndexError(f"window {index} of {self.windows(seq_len)} (seq_len {seq_len})")
+        start, stop = index * seq_len, (index + 1) * seq_len + 1
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        parts = []
+        for part, end in zip(self._values[first:], self._ends[first:]):
+            begin = int(end) - len(part)
+            parts.append(part[max(start - begin, 0) : stop - begin])
+            if stop <= end:
+                break
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)

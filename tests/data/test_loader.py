@@ -1,0 +1,179 @@
+"""Micro-batches: the step's samples divided by the plan, read ahead, the same from any step and any world."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from elastic.data.loader import PADDING_ID, Loader, MicroBatch, held_out_batches
+from elastic.data.order import digest, sample_ids, window_of
+from elastic.data.shards import Corpus, DataError
+from elastic.plan import Plan
+
+SEQ_LEN = 16
+GLOBAL_SAMPLES = 10
+
+
+def build_corpus(tokens: int = 16 * 57 + 9) -> Corpus:
+    values = np.random.default_rng(0).integers(257, size=tokens, dtype=np.uint16)
+    return Corpus(fingerprint="f", vocab_size=257, values=[values[:400], values[400:]])
+
+
+def build_loader(plan: Plan, rank: int, corpus: Corpus | None = None, **changes: int) -> Loader:
+    fields = {"seed": 7, "global_samples": GLOBAL_SAMPLES, "seq_len": SEQ_LEN} | changes
+    return Loader(corpus or build_corpus(), **fields, plan=plan, rank=rank)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "loader"]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        threading.Event().wait(0.01)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> None:
+    yield
+    wait_until(lambda: not readers())
+
+
+PLANS = [
+    Plan(world=1, shares=(10,), micro_batches=1),
+    Plan(world=1, shares=(10,), micro_batches=4),
+    Plan(world=3, shares=(4, 3, 3), micro_batches=2),
+    Plan(world=4, shares=(1, 2, 3, 4), micro_batches=1),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_any_plan_gives_the_steps_samples_in_order(plan: Plan) -> None:
+    """Eight steps are more than one epoch of the 57 windows."""
+    corpus = build_corpus()
+    loaders = [build_loader(plan, rank, corpus) for rank in range(plan.world)]
+    for step in range(8):
+        batches = [batch for loader in loaders for batch in loader.micro_batches(step)]
+        assert len(batches) == plan.world * plan.micro_batches
+        expected = sample_ids(fingerprint="f", seed=7, windows=57, start=step * GLOBAL_SAMPLES, count=GLOBAL_SAMPLES)
+        assert np.array_equal(np.concatenate([batch.ids for batch in batches]), expected)
+        assert sum(digest(batch.ids) for batch in batches) % 2**64 == digest(expected)
+        first = step * GLOBAL_SAMPLES
+        for batch in batches:
+            assert batch.first_sample == first
+            first += len(batch.ids)
+            check_rows(corpus, batch)
+    for loader in loaders:
+        loader.close()
+
+
+def check_rows(corpus: Corpus, batch: MicroBatch) -> None:
+    assert batch.tokens.shape == batch.targets.shape == (len(batch.ids), SEQ_LEN)
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+    for row, window_number in enumerate(window_of(batch.ids).tolist()):
+        window = corpus.window(window_number, SEQ_LEN).astype(np.int64)
+        assert batch.tokens[row].tolist() == window[:-1].tolist()
+        assert batch.targets[row].tolist() == window[1:].tolist()
+
+
+def test_slices_are_nearly_equal_and_never_empty() -> None:
+    plan = Plan(world=2, shares=(7, 3), micro_batches=3)
+    for rank, sizes in ((0, [3, 2, 2]), (1, [1, 1, 1])):
+        assert [len(batch.ids) for batch in build_loader(plan, rank).read(0)] == sizes
+
+
+def test_a_step_is_the_same_in_sequence_and_after_a_jump() -> None:
+    plan = PLANS[2]
+    loader = build_loader(plan, 1)
+    for step in (0, 1, 2, 9, 10, 3, 3):
+        got, expected = loader.micro_batches(step), build_loader(plan, 1).read(step)
+        assert [batch.ids.tolist() for batch in got] == [batch.ids.tolist() for batch in expected]
+    loader.close()
+    assert loader.micro_batches(4)[0].first_sample == 44, "usable again"
+    loader.close()
+
+
+def test_the_thread_starts_with_the_first_use_and_ends_with_close() -> None:
+    loader = build_loader(PLANS[0], 0)
+    assert not readers()
+    loader.micro_batches(0)
+    assert len(readers()) == 1 and readers()[0].daemon
+    loader.micro_batches(50)
+    assert len(readers()) == 1, "the old thread ended before the new one began"
+    loader.close()
+    assert not readers()
+    loader.close()
+
+
+class Counting(Corpus):
+    """A corpus that counts, and fails when told to."""
+
+    reads = 0
+    broken = False
+
+    def window(self, index: int, seq_len: int) -> np.ndarray:
+        if self.broken:
+            raise OSError("the disk is gone")
+        self.reads += 1
+        return super().window(index, seq_len)
+
+
+def build_counting() -> Counting:
+    return Counting(fingerprint="f", vocab_size=257, values=[np.zeros(1000, dtype=np.uint16)])
+
+
+def test_reads_ahead_but_not_without_bound() -> None:
+    corpus = build_counting()
+    loader = build_loader(PLANS[0], 0, corpus)
+    loader.micro_batches(0)
+    # One step taken, two ready, one in the thread's hands: four, and then it waits.
+    wait_until(lambda: corpus.reads == 4 * GLOBAL_SAMPLES)
+    threading.Event().wait(0.3)
+    assert corpus.reads == 4 * GLOBAL_SAMPLES
+    loader.close()
+
+
+def test_a_failure_in_the_thread_reaches_the_caller() -> None:
+    corpus = build_counting()
+    corpus.broken = True
+    loader = build_loader(PLANS[0], 0, corpus)
+    with pytest.raises(OSError, match="the disk is gone"):
+        loader.micro_batches(0)
+    corpus.broken = False
+    assert loader.micro_batches(0)[0].first_sample == 0, "a retry reads anew"
+    loader.close()
+
+
+def test_a_corpus_without_a_window_is_refused() -> None:
+    small = build_corpus(tokens=401)
+    with pytest.raises(DataError, match="has 401 tokens, one window of seq_len 401 needs 402"):
+        build_loader(PLANS[0], 0, small, seq_len=401)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("samples", [1, 5, 24, 1000])
+def test_held_out_windows_are_the_same_for_each_world(world: int, samples: int) -> None:
+    """And all ranks run equally many batches of one shape, or ZeRO-3 would hang."""
+    corpus = build_corpus()
+    ranks = [
+        held_out_batches(corpus, samples=samples, micro_samples=3, seq_len=SEQ_LEN, world=world, rank=rank)
+        for rank in range(world)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert len({batch.tokens.shape for batches in ranks for batch in batches}) == 1
+    assert ranks[0][0].tokens.shape[0] <= 3
+    real = []
+    for batch in (batch for batches in ranks for batch in batches):
+        padding = batch.ids == PADDING_ID
+        assert (batch.targets[torch.from_numpy(padding)] == -100).all()
+        assert (batch.targets[torch.from_numpy(~padding)] >= 0).all()
+        real += batch.ids[~padding].tolist()
+    count = min(samples, 57)
+    assert real == [number * 57 // count for number in range(count)]

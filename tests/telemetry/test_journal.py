@@ -1,0 +1,39 @@
+"""The journal survives a torn write at any byte and refuses damage in the middle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.telemetry import journal
+
+ENTRIES: list[dict[str, Any]] = [{"t": 1.5, "event": {"kind": "Tick"}, "reason": "é"}, {"t": 2.0}, {"t": 3.5, "x": [1]}]
+DATA = b"".join(journal.encode(entry) for entry in ENTRIES)
+
+
+@given(st.integers(0, len(DATA)))
+def test_truncated_anywhere_gives_a_clean_prefix(length: int) -> None:
+    found = list(journal.read(DATA[:length]))
+    assert found == ENTRIES[: len(found)]
+    whole = sum(len(journal.encode(entry)) for entry in found)
+    assert length - whole < len(journal.encode(ENTRIES[min(len(found), 2)]))
+
+
+@given(st.integers(0, len(DATA) - len(journal.encode(ENTRIES[-1])) - 1), st.integers(1, 255))
+def test_damage_before_good_lines_is_an_error_or_a_shorter_prefix(at: int, flip: int) -> None:
+    damaged = bytearray(DATA)
+    damaged[at] ^= flip
+    with pytest.raises(journal.JournalError, match="damaged"):
+        list(journal.read(bytes(damaged)))
+
+
+def test_append_cuts_the_torn_tail(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(DATA + b"0000")
+    with journal.open_for_append(path) as file:
+        file.write(journal.encode({"t": 4.0}))
+    assert journal.read_file(path) == [*ENTRIES, {"t": 4.0}]
