@@ -141,7 +141,7 @@ class LocalCluster(Section):
 class Resize(Section):
     """A planned change: from step `step` on, train on `hosts` hosts. A schedule of them makes the twin."""
 
-    step: int = Field(ge=1)
+    step: int = Field(ge=0)
     hosts: int = Field(ge=1)
 
 

@@ -282,10 +282,18 @@ def _entry(
         "phase": str(state.phase),
         "generation": state.generation,
         "step": state.step,
-        "incident": state.incident.number if state.incident else 0,
+        "incident": _incident(state),
         "short": short,
         "fresh": state.highest_step == state.durable_step and state.incidents == 0,
     }
+
+
+def _incident(state: RunState) -> dict[str, Any] | None:
+    """The open incident, told in every entry until it is over."""
+    incident = state.incident
+    if incident is None:
+        return None
+    return {"number": incident.number, "failure": incident.failure, "rank": incident.rank, "hosts": incident.hosts}
 
 
 def action_json(action: Any) -> dict[str, Any]:

@@ -61,3 +61,21 @@ def open_for_append(path: Path) -> IO[bytes]:
     file.truncate(whole)
     file.seek(0, 2)
     return file
+
+
+class Tail:
+    """Follows a journal that another process writes; `read` gives the entries that are new and whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return list(read(whole, str(self._path)))

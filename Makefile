@@ -1,0 +1,46 @@
+# make train: set everything up and run the main job.  make test: set everything up and run the tests.
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+JOB ?= jobs/quickstart.yaml
+export OMP_NUM_THREADS := 1
+
+.PHONY: train test setup setup-dev check unit sim process chaos bench clean
+
+train: setup
+	$(VENV)/bin/elastic train $(JOB)
+
+test: setup-dev check unit sim process chaos
+
+setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: pyproject.toml scripts/setup
+	scripts/setup
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	scripts/setup dev
+
+check: setup-dev
+	$(VENV)/bin/ruff check elastic tests bench
+	$(VENV)/bin/ruff format --check elastic tests bench
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+unit: setup-dev
+	$(PY) -m pytest tests --ignore=tests/sim --ignore=tests/process --ignore=tests/chaos
+
+sim: setup-dev
+	$(PY) -m pytest tests/sim
+
+process: setup-dev
+	$(PY) -m pytest tests/process
+
+chaos: setup-dev
+	$(PY) -m pytest tests/chaos
+
+bench: setup
+	$(PY) -m bench.recovery
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,207 @@
+"""`elastic`: the one entry. Reads arguments and environment, prints, turns errors into exit codes.
+
+Each command imports its room when it runs, so that what needs neither torch nor Ray starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic.config import Config, ConfigError, ElasticError, load
+
+EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_RESOURCES, EXIT_USER_CODE, EXIT_BUDGET, EXIT_INTERRUPTED = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    130,
+)
+EXIT_OF = {"user code": EXIT_USER_CODE, "not enough hosts": EXIT_RESOURCES, "restart budget spent": EXIT_BUDGET}
+LINE_EVERY_S = 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parsed = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        sys.exit(parsed.command(parsed))
+    except ConfigError as error:
+        print(f"elastic: {error}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
+    except ElasticError as error:
+        print(f"elastic: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="elastic", description="Elastic, fault-tolerant PyTorch training on Ray.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = _add_job(commands, "train", _train, "run a job to its end")
+    train.add_argument("--address", help="a running Ray cluster; without it, local Ray nodes are started")
+    chaos = _add_job(commands, "chaos", _chaos, "run a job, break things, compare with the run that nothing broke")
+    chaos.add_argument(
+        "--fault", action="append", default=[], metavar="KIND@step=N[,rank=R][,seconds=S]", help="may be given often"
+    )
+    _add_job(commands, "prepare", _prepare, "prepare a job's corpus and stop")
+    for name, command, text in (
+        ("report", _report, "what a run did: recoveries, where time went"),
+        ("verify-data", _verify_data, "prove that each sample was used exactly once"),
+    ):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/quickstart")
+        sub.set_defaults(command=command)
+    return parser
+
+
+def _add_job(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
+    sub: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    sub.add_argument("job", type=Path, metavar="JOB.yaml")
+    sub.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="over the file")
+    sub.set_defaults(command=command)
+    return sub
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    from elastic.report import finished, summary_lines
+
+    config = load(parsed.job, tuple(parsed.overrides))
+    if finished(config):
+        print(f"run {config.run} finished before; its account (for a new run: --set run=NAME, or remove its directory)")
+        _print_lines(summary_lines(config.run_dir()))
+        return EXIT_DONE
+    _set_ray_environment()
+    from elastic.cluster import session
+
+    began_s = time.monotonic()
+    ended = session.run(config, address=parsed.address, observers=[Progress(config)], say=_say)
+    _print_lines(summary_lines(config.run_dir()))
+    print(f"took        {time.monotonic() - began_s:.0f} s in all")
+    return _exit_code(config, ended)
+
+
+def _chaos(parsed: argparse.Namespace) -> int:
+    from elastic.chaos import faults
+
+    config = load(parsed.job, tuple(parsed.overrides))
+    config = config.model_copy(update={"run": f"{config.run}-chaos"})
+    chosen = [faults.parse(text) for text in parsed.fault]
+    faults.check(chosen, config.steps)
+    _set_ray_environment()
+    shutil.rmtree(config.run_dir(), ignore_errors=True)
+    from elastic.cluster import trial
+
+    return EXIT_DONE if trial.run(config, chosen, progress=Progress(config), say=_say) else EXIT_FAILED
+
+
+def _prepare(parsed: argparse.Namespace) -> int:
+    from elastic.data.prepare import prepare
+
+    print(prepare(load(parsed.job, tuple(parsed.overrides)).data, progress=_say))
+    return EXIT_DONE
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from elastic.report import summary_lines
+
+    _print_lines(summary_lines(parsed.run))
+    return EXIT_DONE
+
+
+def _verify_data(parsed: argparse.Namespace) -> int:
+    from elastic.report import verify_data
+
+    _print_lines(verify_data(parsed.run))
+    return EXIT_DONE
+
+
+def _exit_code(config: Config, ended: Any) -> int:
+    from elastic.report import failure_of
+
+    failure, detail = failure_of(config.run_dir())
+    if ended.interrupted:
+        return EXIT_INTERRUPTED
+    if ended.error is None:
+        return EXIT_DONE
+    print(f"elastic: the run failed, {failure or type(ended.error).__name__}: {detail or ended.error}", file=sys.stderr)
+    return EXIT_OF.get(failure, EXIT_FAILED)
+
+
+def _set_ray_environment() -> None:
+    """Ray reads these when it is imported, so they are set here, above everything else."""
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+# ---------------------------------------------------------------- what a person sees
+
+
+class Progress:
+    """One line that is redrawn on a terminal; plain lines, now and then, elsewhere. Fed with journal entries."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._terminal = sys.stdout.isatty()
+        self._shown_s = 0.0
+        self._world = 0
+        self._recent: list[dict[str, Any]] = []
+
+    def __call__(self, entries: list[dict[str, Any]], nodes: object) -> None:
+        for entry in entries:
+            for action in entry["actions"]:
+                if action["kind"] == "StartGeneration":
+                    self._world = len(action["hosts"])
+            if entry["event"]["kind"] == "StepCompleted":
+                self._recent = [*self._recent[-19:], {**entry["event"]["record"], "t": entry["t"]}]
+            elif entry["reason"]:
+                self._tell(f"{entry['event']['kind']}: {entry['reason']}")
+        last = bool(self._recent) and self._recent[-1]["step"] == self._config.steps
+        every_s = 0.2 if self._terminal else LINE_EVERY_S
+        if self._recent and entries and (last or time.monotonic() - self._shown_s >= every_s):
+            self._shown_s = time.monotonic()
+            print(
+                f"\r\033[K{self._line()}" if self._terminal else self._line(),
+                end="" if self._terminal else "\n",
+                flush=True,
+            )
+
+    def _tell(self, text: str) -> None:
+        print(f"\r\033[K{text}" if self._terminal else text, flush=True)
+
+    def _line(self) -> str:
+        newest, oldest = self._recent[-1], self._recent[0]
+        passed_s = newest["t"] - oldest["t"]
+        each_s = passed_s / max(1, newest["step"] - oldest["step"]) if newest["step"] > oldest["step"] else 0.0
+        rate = newest["tokens"] / each_s if each_s else 0.0
+        left_s = each_s * (self._config.steps - newest["step"])
+        return (
+            f"step {newest['step']}/{self._config.steps}  loss {newest['loss']:.4f}  {rate:,.0f} tokens/s  "
+            f"world {self._world}  generation {newest['generation']}  ETA {left_s / 60:.0f}:{left_s % 60:02.0f}"
+        )
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _print_lines(lines: list[str]) -> None:
+    print("\n" + "\n".join(lines), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The host: one device slot's long-lived actor. It starts and kills; it neither trains nor moves bytes.
+
+One thread, one poll loop over the coordinator's stream and the crew's descriptors. Orders are the whole desired
+state and reports the whole actual one, so each turn just closes the gap between them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.cluster.children import HostError
+from elastic.cluster.crew import Crew, Resources, reserve
+from elastic.cluster.stream import Client
+from elastic.config import Config
+from elastic.events import Order, Report, StepRecord
+from elastic.model.shape import parameters
+from elastic.plan import Assignment, Endpoint, SnapshotKey
+from elastic.planner.memory import shard_bytes_max
+
+__all__ = ["HostError", "HostSettings", "run_host"]
+
+log = logging.getLogger(__name__)
+
+RECORDS_PER_REPORT = 1_000
+UPLOAD_AGAIN_S = 2.0
+TENSORS_PER_BLOCK = 9
+TENSORS_BESIDE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """What a host is told when it starts. `address`: its own IP, on which peers reach its mover and its store."""
+
+    coordinator: Endpoint
+    token: str
+    config: Config
+    node: str
+    domain: str
+    slot: int
+    address: str
+    log_dir: Path
+    prepared: Path
+    threads: int = 1
+
+
+def run_host(settings: HostSettings, *, stopped: Callable[[], bool]) -> str:
+    """Serve the run until the coordinator says that it is over, or `stopped()`. Returns why it ended.
+
+    Blocks; the calling thread must live as long as the host: its death kills the children. HostError: it can't
+    go on. SIGCHLD must have its default action.
+    """
+    settings.log_dir.mkdir(parents=True, exist_ok=True)
+    client = Client(settings.coordinator.address, settings.coordinator.port, settings.token)
+    try:
+        while True:
+            # Unique also across processes: an evicted incarnation never comes back.
+            name = f"{settings.node}/{settings.slot}.{os.getpid()}-{uuid.uuid4().hex[:6]}"
+            why = _run_incarnation(settings, name, client, stopped)
+            if why != "evicted":
+                return why
+            log.info("%s was evicted; it comes back as a new host", name)
+    finally:
+        client.close()
+
+
+def _run_incarnation(settings: HostSettings, name: str, client: Client, stopped: Callable[[], bool]) -> str:
+    resources = reserve(
+        address=settings.address,
+        log=settings.log_dir / f"host-{settings.node}-{settings.slot}.log",
+        shard_bytes=shard_bytes(settings.config),
+        received_buffers=received_buffers(settings.config),
+    )
+    told_to_template = {
+        "config": settings.config.model_dump(mode="json"),
+        "prepared": str(settings.prepared),
+        "log_dir": str(settings.log_dir),
+        "threads": settings.threads,
+        "token": settings.token,
+    }
+    crew = Crew(settings.config, resources, told_to_template)
+    try:
+        return _Host(settings, name, client, resources, crew).run(stopped)
+    finally:
+        crew.close()
+        resources.close()
+
+
+def shard_bytes(config: Config) -> int:
+    """Room of one arena buffer: the largest shard in the smallest allowed world."""
+    tensors = TENSORS_PER_BLOCK * config.model.layers + TENSORS_BESIDE
+    return shard_bytes_max(config, parameters(config.model), tensors)
+
+
+def received_buffers(config: Config) -> int:
+    """Two for each rank whose second copy may lie here."""
+    return 2 * config.snapshot.sources_max if config.snapshot.partner else 0
+
+
+class _Host:
+    """One incarnation: what was ordered, what is the case, what was told."""
+
+    def __init__(self, settings: HostSettings, name: str, client: Client, resources: Resources, crew: Crew) -> None:
+        self._settings = settings
+        self._name = name
+        self._client = client
+        self._resources = resources
+        self._crew = crew
+        self._order: Order | None = None
+        self._assignment: Assignment | None = None
+        self._ordered_s = 0.0
+        self._heard_s = time.monotonic()
+        self._started = 0
+        self._upload: tuple[SnapshotKey | None, float] = (None, 0.0)
+        self._connected = False
+        self._seq = 0
+        self._reported_s = 0.0
+
+    def run(self, stopped: Callable[[], bool]) -> str:
+        while not stopped():
+            self._crew.tend()
+            self._check_lease()
+            for order in self._client.receive():
+                self._take(order)
+            if self._order is not None:
+                if self._order.finish or self._order.evicted:
+                    return "finished" if self._order.finish else "evicted"
+                self._obey(self._order)
+            self._report_if_due()
+            self._wait()
+        return "stopped"
+
+    # ---------------------------------------------------------------- orders
+
+    def _take(self, order: Order) -> None:
+        """The newest order counts; an assignment in an older one of the same generation is kept."""
+        self._heard_s = time.monotonic()
+        if order.host != self._name or (self._order is not None and order.seq <= self._order.seq):
+            return
+        self._order = order
+        if order.assignment is not None and (
+            self._assignment is None or self._assignment.generation != order.generation
+        ):
+            self._assignment, self._ordered_s = order.assignment, self._heard_s
+        seen, records = order.steps_seen, self._crew.records
+        while seen and records and records[0].generation == seen.generation and records[0].step <= seen.step:
+            records.popleft()
+
+    def _obey(self, order: Order) -> None:
+        crew, board = self._crew, self._resources.arena.board
+        training = crew.trainer.assignment if crew.trainer is not None else None
+        if training is not None and (training.generation < order.generation or not order.running):
+            crew.kill_trainer()
+        if training is None or training.generation == order.generation:
+            # Not earlier: under a newer generation's rule the old trainer could reuse what that one restores from.
+            board.order(generation=order.generation, keep=order.keep)
+        if order.drain:
+            board.drain_generation = order.generation
+        assignment = self._assignment
+        if order.running and assignment is not None and self._started < assignment.generation == order.generation:
+            self._start(assignment)
+        self._ask_upload(order.upload)
+
+    def _start(self, assignment: Assignment) -> None:
+        if self._crew.start(assignment, self._ordered_s):
+            self._started = assignment.generation
+
+    def _ask_upload(self, key: SnapshotKey | None) -> None:
+        """Again from time to time until it is done: a mover that died meanwhile has forgotten it."""
+        now_s = time.monotonic()
+        asked, at_s = self._upload
+        done = any(upload.key == key for upload in self._crew.uploads)
+        if key is None or done or (key == asked and now_s - at_s < UPLOAD_AGAIN_S):
+            return
+        self._upload = (key, now_s)
+        self._crew.upload(key)
+
+    def _check_lease(self) -> None:
+        """A host that the coordinator may have given up must not go on training."""
+        lease_s = self._settings.config.control.lease_s
+        if self._crew.trainer is not None and time.monotonic() - self._heard_s > lease_s:
+            log.warning("nothing heard from the coordinator for %.1f s: the trainer is killed", lease_s)
+            self._crew.kill_trainer()
+
+    # ---------------------------------------------------------------- reports
+
+    def _report_if_due(self) -> None:
+        now_s = time.monotonic()
+        reconnected = self._client.connected and not self._connected
+        self._connected = self._client.connected
+        late = now_s - self._reported_s >= self._settings.config.control.heartbeat_s
+        if self._connected and (self._crew.changed or late or reconnected):
+            self._crew.changed = False
+            self._reported_s = now_s
+            self._client.send(self._report())
+
+    def _report(self) -> Report:
+        crew, resources, settings = self._crew, self._resources, self._settings
+        self._seq += 1
+        return Report(
+            host=self._name,
+            seq=self._seq,
+            node=settings.node,
+            domain=settings.domain,
+            slot=settings.slot,
+            ready=crew.ready,
+            warm=crew.warm,
+            mover=resources.endpoint(resources.mover_listener),
+            store=resources.endpoint(resources.store_listener),
+            trainer=crew.told,
+            step=crew.step_of(crew.told.generation),
+            holdings=resources.arena.holdings(),
+            steps=self._steps(),
+            uploads=tuple(crew.uploads),
+            skipped=resources.arena.board.skipped,
+            pids=crew.pids(),
+        )
+
+    def _steps(self) -> tuple[StepRecord, ...]:
+        """Rank 0's records; the others' once a generation has ended: rank 0's host may be lost, and its own with it."""
+        is_teller = self._assignment is not None and self._assignment.rank == 0
+        if not is_teller and self._crew.told.phase != "exited":
+            return ()
+        return tuple(self._crew.records)[:RECORDS_PER_REPORT]
+
+    # ---------------------------------------------------------------- waiting
+
+    def _wait(self) -> None:
+        """Until a descriptor is ready or a timer runs out; at most a heartbeat."""
+        poller = select.poll()
+        for fd, writing in self._crew.watched().items():
+            poller.register(fd, select.POLLIN | (select.POLLOUT if writing else 0))
+        if self._client.fileno() >= 0:
+            poller.register(self._client.fileno(), select.POLLIN | (select.POLLOUT if self._client.writing else 0))
+        now_s = time.monotonic()
+        heartbeat_s = self._reported_s + self._settings.config.control.heartbeat_s - now_s
+        if not self._client.connected:
+            heartbeat_s = self._settings.config.control.heartbeat_s
+        wait_s = min(heartbeat_s, self._client.wait_s(), self._crew.next_s() - now_s)
+        poller.poll(max(0.0, wait_s) * 1000 + 0.5)

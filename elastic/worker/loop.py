@@ -1,0 +1,264 @@
+"""The life of one forked trainer: warm up, wait to be given a generation, train it, say how it ended.
+
+It is killed rather than repaired, so nothing here cleans up: the process ends by `os._exit`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import socket
+import sys
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from elastic.checkpoint.arena import Arena
+from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.store import open_store
+from elastic.config import Config
+from elastic.data.loader import Loader, MicroBatch, held_out_batches
+from elastic.data.shards import Corpus
+from elastic.events import Exit, from_json, to_json
+from elastic.plan import Assignment, Endpoint, Member
+from elastic.planner.search import choose
+from elastic.worker.context import Context, Seat, SnapshotBlocked, Task
+from elastic.worker.probes import Probes, traceback_tail
+from elastic.worker.rendezvous import is_peer_failure, join
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inheritance:
+    """What a trainer is born with: the host's descriptors and settings, through the template."""
+
+    config: Config
+    prepared: Path
+    log_dir: Path
+    threads: int
+    token: str
+    arena_fd: int
+    store_fd: int
+    wake_fd: int
+
+
+def run(inheritance: Inheritance, channel: socket.socket, *, warm: bool) -> int:
+    """All of a trainer's life; returns the process's exit code. Ends silently when the host closes `channel`."""
+    torch.set_num_threads(inheritance.threads)
+    arena = Arena.attach(inheritance.arena_fd)
+    probes = Probes(channel)
+    corpora = Corpora(inheritance.prepared)
+    if warm:
+        rehearse(inheritance.config)
+        arena.map_own()
+        corpora.open()
+        gc.freeze()  # no collection walks through all of torch while this trainer starts
+        probes.warm()
+    channel.settimeout(None)  # a standby waits as long as its host lives: the host's end closes with it
+    line = channel.makefile("rb").readline()
+    if not line:
+        return 0
+    probes = Probes(channel)
+    assignment = from_json(json.loads(line))
+    assert isinstance(assignment, Assignment), assignment
+    probes.mark("start")
+    _redirect_output(inheritance.log_dir / f"trainer-g{assignment.generation}-r{assignment.rank}.log")
+    seat = Seat(
+        arena=arena,
+        store=open_store(str(inheritance.config.run_dir())),
+        probes=probes,
+        wake_fd=inheritance.wake_fd,
+        token=inheritance.token,
+    )
+    ended = _train(inheritance, assignment, seat, corpora)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    probes.ended(ended)
+    return 0 if ended.kind in ("paused", "done") else 1
+
+
+def _train(inheritance: Inheritance, assignment: Assignment, seat: Seat, corpora: Corpora) -> Exit:
+    """Run the generation; whatever is raised becomes the record of how it ended."""
+    config = inheritance.config
+    device = device_of(config)
+    ctx = Context(
+        config=config,
+        assignment=assignment,
+        device=device,
+        samples=CorpusSamples(config, corpora, assignment),
+        seat=seat,
+    )
+    try:
+        join(
+            assignment,
+            store_fd=inheritance.store_fd,
+            device=device,
+            start_s=config.control.start_timeout_s,
+            collective_s=config.control.collective_timeout_s,
+        )
+        seat.probes.mark("group")
+        load_task(config).train(ctx)
+        if ctx.ended is not None:
+            return ctx.ended
+        raise RuntimeError(
+            f"{config.task}: train() returned after step {ctx.step} of {config.steps}; "
+            "it must run the loop over ctx.steps() to its end"
+        )
+    except SnapshotBlocked as error:
+        return Exit(kind="lost", step=ctx.step, code=1, detail=str(error))
+    except BaseException as error:  # of any kind: it ends this process, and its host has to hear of it
+        detail = traceback_tail(error)
+        print(detail, file=sys.stderr)
+        kind = "peer" if is_peer_failure(error) or isinstance(error, CheckpointError) else "user"
+        return Exit(kind=kind, step=ctx.step, code=1, detail=detail)  # type: ignore[arg-type]  # one of the two
+
+
+def device_of(config: Config) -> torch.device:
+    """The one device of this host: its first visible GPU, or the CPU."""
+    return torch.device("cuda", 0) if config.use_gpu else torch.device("cpu")
+
+
+def load_task(config: Config) -> Task:
+    """`config.task` is "module:Name"."""
+    module, _, name = config.task.partition(":")
+    return cast(Task, getattr(importlib.import_module(module), name)(config))
+
+
+def _redirect_output(path: Path) -> None:
+    """From here on stdout and stderr of this process and its children are the trainer's log."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(fd, stream)
+    os.close(fd)
+    faulthandler.enable()
+
+
+def rehearse(config: Config) -> None:
+    """One throw-away step of the task at the real shapes, on a process group that moves nothing.
+
+    What torch does lazily at first use (imports, kernels, threads, memory) is done afterwards in this process.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
+
+    assignment = _made_up_assignment(config)
+    assert from_json(to_json(assignment)) == assignment  # and its parser is built
+    batch = config.batch.model_copy(update={"global_samples": sum(assignment.plan.shares)})
+    evaluation = config.evaluation.model_copy(update={"interval_steps": 1})
+    config = config.model_copy(update={"batch": batch, "evaluation": evaluation})
+    samples = CorpusSamples(config, MadeUpCorpora(config), assignment)
+    dist.init_process_group("fake", rank=0, world_size=assignment.world, store=FakeStore())
+    ctx = Context(config=config, assignment=assignment, device=device_of(config), samples=samples, seat=None)
+    load_task(config).train(ctx)
+    samples.close()
+    dist.destroy_process_group()
+    gc.collect()
+    if config.use_gpu:
+        torch.cuda.empty_cache()
+
+
+def _made_up_assignment(config: Config) -> Assignment:
+    """Rank 0 of a world that is one larger than any real one.
+
+    torch caches placements by meshes that compare equal, and they do whatever rank this process has: after a
+    rehearsal in a world that comes true, this trainer would cut tensors where rank 0 does.
+    """
+    largest = choose(config, config.hosts_max)
+    plan = replace(largest, world=largest.world + 1, shares=(*largest.shares, largest.shares[-1]))
+    nobody = Endpoint(address="127.0.0.1", port=0)
+    member = Member(host="", node="", domain="", mover=nobody, store=nobody)
+    return Assignment(
+        run=config.run,
+        attempt=0,
+        generation=0,
+        rank=0,
+        plan=plan,
+        members=(member,) * plan.world,
+        restore=None,
+        until_step=1,
+        partner=None,
+    )
+
+
+def smallest(config: Config) -> Config:
+    """The same run with the smallest model and batch: its step needs the same modules."""
+    model = config.model.model_copy(
+        update={"layers": 1, "dim": 2 * config.model.heads, "ffn_dim": 8, "seq_len": 8, "vocab_size": 16}
+    )
+    batch = config.batch.model_copy(update={"global_samples": config.hosts_max})
+    return config.model_copy(update={"model": model, "batch": batch})
+
+
+# ---------------------------------------------------------------- samples
+
+
+class Corpora:
+    """The two splits of the prepared corpus, opened once: by a standby ahead of time."""
+
+    def __init__(self, prepared: Path) -> None:
+        self._prepared = prepared
+
+    def open(self) -> None:
+        assert self.train.tokens and self.held_out.tokens
+
+    @cached_property
+    def train(self) -> Corpus:
+        return Corpus.open(self._prepared, "train")
+
+    @cached_property
+    def held_out(self) -> Corpus:
+        return Corpus.open(self._prepared, "held_out")
+
+
+class MadeUpCorpora(Corpora):
+    """Zeros in place of text, for a rehearsal."""
+
+    def __init__(self, config: Config) -> None:
+        values = [np.zeros(4 * config.model.seq_len + 1, dtype=np.uint16)]
+        self.train = self.held_out = Corpus(fingerprint="", vocab_size=config.model.vocab_size, values=values)
+
+
+class CorpusSamples:
+    """This rank's samples: training steps read ahead, held-out ones read once."""
+
+    def __init__(self, config: Config, corpora: Corpora, assignment: Assignment) -> None:
+        self._config = config
+        self._corpora = corpora
+        self._assignment = assignment
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        return self._loader.micro_batches(step)
+
+    def held_out(self) -> list[MicroBatch]:
+        return self._held_out
+
+    def close(self) -> None:
+        self._loader.close()
+
+    @cached_property
+    def _loader(self) -> Loader:
+        return Loader(
+            self._corpora.train,
+            seed=self._config.seed,
+            global_samples=self._config.batch.global_samples,
+            seq_len=self._config.model.seq_len,
+            plan=self._assignment.plan,
+            rank=self._assignment.rank,
+        )
+
+    @cached_property
+    def _held_out(self) -> list[MicroBatch]:
+        return held_out_batches(
+            self._corpora.held_out,
+            samples=self._config.evaluation.samples,
+            micro_samples=self._config.batch.micro_samples,
+            seq_len=self._config.model.seq_len,
+            world=self._assignment.world,
+            rank=self._assignment.rank,
+        )

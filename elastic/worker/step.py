@@ -1,0 +1,172 @@
+"""One optimizer step: its schedule, its random numbers, and the step word by which all ranks decide together.
+
+The word is summed over the ranks before the optimizer runs. Everything that changes what the ranks do at this
+step's boundary is read from the sum, so all do the same; nothing else may.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic import config
+from elastic.data.loader import MicroBatch
+from elastic.data.order import digest
+from elastic.model.shape import NO_TARGET
+
+_LIMB_BITS = 16
+_LIMBS = 4
+
+
+def learning_rate(optimizer: config.Optimizer, steps: int, step: int) -> float:
+    """Rate of the step after `step` completed ones: linear warm-up, then cosine to `lr * lr_min_ratio` at the end."""
+    if step < optimizer.warmup_steps:
+        return optimizer.lr * (step + 1) / optimizer.warmup_steps
+    past = (step - optimizer.warmup_steps) / max(1, steps - optimizer.warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(1.0, past))) / 2
+    return optimizer.lr * (optimizer.lr_min_ratio + (1 - optimizer.lr_min_ratio) * cosine)
+
+
+def random_seed(seed: int, step: int, first_sample: int, stage: int = 0) -> int:
+    """Seed of one micro-batch's random numbers: they are derived, so no state of them has to be saved."""
+    key = hashlib.sha256(f"{seed} {step} {first_sample} {stage}".encode()).digest()
+    return int.from_bytes(key[:8]) >> 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """One rank's part of the step word, or their sum. All values but the first three are counts, exact in float64.
+
+    loss: nats. norm_squared: of the summed gradient's shard, before division by the tokens. non_finite, stop,
+    snapshot: how many ranks say so. limbs: the digest of the sample ids in four 16-bit parts.
+    """
+
+    loss: float
+    norm_squared: float
+    tokens: float
+    samples: float
+    non_finite: float
+    stop: float
+    snapshot: float
+    limbs: tuple[float, ...] = (0.0,) * _LIMBS
+
+    def digest(self) -> str:
+        """16 hex digits; carries between the limbs' sums are done here."""
+        total = sum(int(limb) << (_LIMB_BITS * index) for index, limb in enumerate(self.limbs))
+        return f"{total % 2**64:016x}"
+
+
+_SCALARS = [field.name for field in fields(Word) if field.name != "limbs"]
+
+
+def limbs_of(value: int) -> tuple[float, ...]:
+    """A 64-bit number as four 16-bit parts, lowest first: float64 sums of up to 2**37 of them are exact."""
+    return tuple(float(value >> (_LIMB_BITS * index) & 0xFFFF) for index in range(_LIMBS))
+
+
+def sum_over_ranks(word: Word, device: torch.device) -> Word:
+    """All-reduce the word over the default group; equal, bit for bit, on all ranks."""
+    local = [float(getattr(word, name)) for name in _SCALARS] + list(word.limbs)
+    vector = torch.tensor(local, dtype=torch.float64, device=device)
+    dist.all_reduce(vector)
+    total = vector.tolist()
+    scalars = dict(zip(_SCALARS, total))
+    return Word(**scalars, limbs=tuple(total[len(_SCALARS) :]))
+
+
+class Step:
+    """What one turn of `ctx.steps` hands to the task: its micro-batches, and the backward pass of each."""
+
+    def __init__(
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        number: int,
+        seed: int,
+        device: torch.device,
+        before: Callable[[bool], None],
+        mark: Callable[[str], None],
+    ) -> None:
+        """`number`: steps completed before this one. `before` is called with whether a micro-batch is the last."""
+        self.number = number
+        self.loss = 0.0
+        self.tokens = 0
+        self.backwards = 0
+        self._batches = batches
+        self._seed = seed
+        self._device = device
+        self._before = before
+        self._mark = mark
+        self._losses: list[Tensor] = []
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """This rank's slices, tensors on its device; each must get one `backward`."""
+        last = len(self._batches) - 1
+        for index, batch in enumerate(self._batches):
+            self._before(index == last)
+            torch.manual_seed(random_seed(self._seed, self.number, batch.first_sample))
+            self._mark("forward")
+            yield to_device(batch, self._device)
+
+    def backward(self, loss_sum: Tensor) -> None:
+        """`loss_sum`: the micro-batch's loss summed, not averaged, over its targets."""
+        self._mark("backward")
+        loss_sum.backward()
+        self._losses.append(loss_sum.detach())
+        self.backwards += 1
+
+    def own_word(self, gradients: Sequence[Tensor], *, stop: bool, snapshot: bool) -> Word:
+        """This rank's part; RuntimeError where a micro-batch got no backward pass."""
+        if self.backwards != len(self._batches):
+            raise RuntimeError(
+                f"step {self.number} ran {self.backwards} backward passes for {len(self._batches)} micro-batches: "
+                "call step.backward(loss) once in each turn of step.micro_batches()"
+            )
+        loss = float(torch.stack(self._losses).double().sum())
+        norm_squared = squared_norm(gradients)
+        ids = np.concatenate([batch.ids for batch in self._batches])
+        return Word(
+            loss=loss,
+            norm_squared=norm_squared,
+            tokens=float(sum(int((batch.targets != NO_TARGET).sum()) for batch in self._batches)),
+            samples=float(len(ids)),
+            non_finite=float(not math.isfinite(loss) or not math.isfinite(norm_squared)),
+            stop=float(stop),
+            snapshot=float(snapshot),
+            limbs=limbs_of(digest(ids)),
+        )
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    if device.type == "cpu":
+        return batch
+    return MicroBatch(
+        tokens=batch.tokens.to(device, non_blocking=True),
+        targets=batch.targets.to(device, non_blocking=True),
+        ids=batch.ids,
+        first_sample=batch.first_sample,
+    )
+
+
+def squared_norm(gradients: Sequence[Tensor]) -> float:
+    """Sum of squares over all shards; float64 from the per-tensor norms on."""
+    if not gradients:
+        return 0.0
+    norms = torch._foreach_norm(list(gradients))
+    return float(torch.stack(norms).double().square().sum())
+
+
+def scale(gradients: Sequence[Tensor], word: Word, grad_clip: float) -> float:
+    """Divide the summed gradient by the step's tokens and clip it, in place; returns the norm before clipping."""
+    norm = math.sqrt(word.norm_squared) / word.tokens
+    factor = min(1.0, grad_clip / (norm + 1e-12)) / word.tokens
+    if gradients:
+        torch._foreach_mul_(list(gradients), factor)
+    return norm
