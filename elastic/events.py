@@ -277,7 +277,6 @@ _KINDS: dict[str, type[Any]] = {
         Order,
         Assignment,
         StepRecord,
-        Exit,
     )
 }
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.errors import CheckpointError, SourceFailed
 from elastic.checkpoint.store import open_store
 from elastic.config import Config
 from elastic.data.loader import Loader, MicroBatch, held_out_batches
@@ -117,7 +117,8 @@ def _train(inheritance: Inheritance, assignment: Assignment, seat: Seat, corpora
         detail = traceback_tail(error)
         print(detail, file=sys.stderr)
         kind = "peer" if is_peer_failure(error) or isinstance(error, CheckpointError) else "user"
-        return Exit(kind=kind, step=ctx.step, code=1, detail=detail)  # type: ignore[arg-type]  # one of the two
+        blame = error.host if isinstance(error, SourceFailed) else ""
+        return Exit(kind=kind, step=ctx.step, code=1, detail=detail, blame=blame)  # type: ignore[arg-type]  # one of the two
 
 
 def device_of(config: Config) -> torch.device:

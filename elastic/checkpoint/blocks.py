@@ -1,0 +1,233 @@
+"""State as blocks: boxes of named tensors in one flat byte range, and which bytes a reader needs of them.
+
+A block is one rank's box of a tensor, addressed by (fully qualified name, global offsets), row-major and
+little-endian. So a reader with any layout can find its boxes in the tables of any other. All pure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic.checkpoint.errors import CheckpointError
+
+Ints = tuple[int, ...]
+Box = tuple[Ints, Ints]  # global offsets, sizes
+
+ALIGN = 64  # a block starts on a cache line, so that views of any dtype are aligned
+SUB_BLOCK = 1 << 20  # bytes under one CRC: the smallest verified read
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The box `[offsets, offsets + sizes)` of tensor `name`, at bytes `[at, at + nbytes)` of a rank's shard."""
+
+    name: str
+    dtype: str
+    global_shape: Ints
+    offsets: Ints
+    sizes: Ints
+    at: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
+
+
+Table = tuple[Block, ...]
+Index = dict[str, list[tuple[int, Block]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """One box to take from `source`, a block of rank `rank`'s shard; `box` is in global coordinates."""
+
+    rank: int
+    source: Block
+    box: Box
+
+
+def place(blocks: Iterable[Block]) -> tuple[Table, int]:
+    """Gives each block its byte range, in order; returns the table and the shard's size in bytes."""
+    table, at = [], 0
+    for block in blocks:
+        table.append(replace(block, at=at))
+        at += -(-block.nbytes // ALIGN) * ALIGN
+    return tuple(table), at
+
+
+def encode(table: Table) -> list[list[Any]]:
+    """Plain JSON values: one short list a block, in the order of the fields of `Block`."""
+    return [[b.name, b.dtype, b.global_shape, b.offsets, b.sizes, b.at] for b in table]
+
+
+def decode(raw: Any) -> Table:
+    """The inverse of `encode`. CheckpointError: not a table, or a block that can't be."""
+    try:
+        table = tuple(
+            Block(
+                name=str(name),
+                dtype=str(dtype),
+                global_shape=tuple(map(int, shape)),
+                offsets=tuple(map(int, offsets)),
+                sizes=tuple(map(int, sizes)),
+                at=int(at),
+            )
+            for name, dtype, shape, offsets, sizes, at in raw
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"a block table can't be read ({error}); try an older checkpoint") from error
+    for block in table:
+        _check(block)
+    return table
+
+
+def encode_bytes(table: Table) -> bytes:
+    return json.dumps(encode(table), separators=(",", ":")).encode()
+
+
+def decode_bytes(raw: bytes) -> Table:
+    try:
+        return decode(json.loads(raw))
+    except ValueError as error:
+        raise CheckpointError(f"a block table is not JSON ({error}); try an older checkpoint") from error
+
+
+def _check(block: Block) -> None:
+    fits = len(block.global_shape) == len(block.offsets) == len(block.sizes) and all(
+        offset >= 0 and size >= 0 and offset + size <= whole
+        for whole, offset, size in zip(block.global_shape, block.offsets, block.sizes)
+    )
+    if not fits or block.dtype not in ITEM_BYTES or block.at < 0:
+        raise CheckpointError(f"{block} can't be: wanted a known dtype and a box inside the global shape")
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common box; None where it would be empty. Scalars (no dims) always meet."""
+    starts = tuple(map(max, a[0], b[0]))
+    stops = tuple(min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1]))
+    sizes = tuple(stop - start for start, stop in zip(starts, stops))
+    return (starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def box_of(block: Block) -> Box:
+    return block.offsets, block.sizes
+
+
+def index(tables: Mapping[int, Table]) -> Index:
+    """Blocks by tensor name, in the order of `tables`: `reads` prefers the ranks that come first."""
+    found: Index = {}
+    for rank, table in tables.items():
+        for block in table:
+            found.setdefault(block.name, []).append((rank, block))
+    return found
+
+
+def reads(wanted: Block, have: Index) -> list[Read]:
+    """Boxes that together fill `wanted` as far as `have` reaches (see `missing`), none read twice.
+
+    CheckpointError: the tensor has another shape or dtype there, or blocks overlap without being copies.
+    """
+    found: list[Read] = []
+    for rank, source in have.get(wanted.name, ()):
+        if (source.global_shape, source.dtype) != (wanted.global_shape, wanted.dtype):
+            raise CheckpointError(
+                f"{wanted.name} was saved as {source.dtype}{list(source.global_shape)}, this model has "
+                f"{wanted.dtype}{list(wanted.global_shape)}; restore into the model that was saved"
+            )
+        box = intersect(box_of(wanted), box_of(source))
+        if box is None or any(box == taken.box for taken in found):
+            continue
+        if any(intersect(box, taken.box) for taken in found):
+            raise CheckpointError(f"{wanted.name}: rank {rank}'s block {box_of(source)} overlaps another's")
+        found.append(Read(rank=rank, source=source, box=box))
+    return found
+
+
+def missing(wanted: Block, found: Sequence[Read]) -> int:
+    """Elements of `wanted` that no read fills (reads never overlap)."""
+    return math.prod(wanted.sizes) - sum(math.prod(read.box[1]) for read in found)
+
+
+def runs(read: Read, wanted: Block) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+    """The read as contiguous runs: start bytes in the source shard, start bytes in `wanted`, bytes per run.
+
+    Trailing dims that are whole on both sides melt into one run with the first dim that is not.
+    """
+    offsets, sizes = read.box
+    source, item = read.source, ITEM_BYTES[wanted.dtype]
+    split = len(sizes)
+    while split > 0 and sizes[split - 1] == source.sizes[split - 1] == wanted.sizes[split - 1]:
+        split -= 1
+    split = max(split - 1, 0)
+    starts = []
+    for block in (source, wanted):
+        strides = [item * math.prod(block.sizes[dim + 1 :]) for dim in range(len(sizes))]
+        base = sum((o - b) * s for o, b, s in zip(offsets, block.offsets, strides))
+        at = np.array([base], dtype=np.int64)
+        for dim in range(split):
+            at = np.add.outer(at, np.arange(sizes[dim], dtype=np.int64) * strides[dim]).ravel()
+        starts.append(at)
+    return starts[0] + source.at, starts[1], item * math.prod(sizes[split:])
+
+
+def touched(starts: npt.NDArray[np.int64], nbytes: int, mask: npt.NDArray[np.bool_]) -> None:
+    """Marks in `mask` (one flag per sub-block of the shard) the sub-blocks that the runs lie in."""
+    edges = np.zeros(len(mask) + 1, dtype=np.int64)
+    np.add.at(edges, starts // SUB_BLOCK, 1)
+    np.add.at(edges, (starts + nbytes - 1) // SUB_BLOCK + 1, -1)
+    mask |= np.cumsum(edges[:-1]) > 0
+
+
+def spans(mask: npt.NDArray[np.bool_], nbytes: int) -> list[tuple[int, int]]:
+    """Byte ranges `[start, stop)` of the marked sub-blocks of a shard of `nbytes`, neighbours joined."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    return [(int(a) * SUB_BLOCK, min(int(b) * SUB_BLOCK, nbytes)) for a, b in zip(edges[::2], edges[1::2])]
+
+
+def sub_blocks(nbytes: int) -> int:
+    return -(-nbytes // SUB_BLOCK)
+
+
+def check_coverage(tables: Mapping[int, Table]) -> None:
+    """CheckpointError unless every tensor is covered fully; blocks may be exact copies, never overlap."""
+    for name, found in index(tables).items():
+        shapes = {(block.dtype, block.global_shape) for _, block in found}
+        if len(shapes) > 1:
+            raise CheckpointError(f"{name} has several shapes or dtypes: {sorted(shapes)}")
+        boxes = sorted({box_of(block) for _, block in found})
+        _check_disjoint(name, boxes)
+        got = sum(math.prod(sizes) for _, sizes in boxes)
+        want = math.prod(found[0][1].global_shape)
+        if got != want:
+            raise CheckpointError(f"{name}: blocks cover {got} of {want} elements; a rank's shard is missing")
+
+
+def _check_disjoint(name: str, boxes: list[Box]) -> None:
+    active: list[Box] = []
+    for box in boxes:  # sorted by first offset: only boxes that reach into this one's rows can meet it
+        active = [other for other in active if not box[0] or other[0][0] + other[1][0] > box[0][0]]
+        for other in active:
+            if intersect(box, other):
+                raise CheckpointError(f"{name}: blocks {box} and {other} overlap")
+        active.append(box)

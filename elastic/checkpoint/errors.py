@@ -1,0 +1,29 @@
+"""What can go wrong with saved state. Every message says what, got, wanted, what next."""
+
+from __future__ import annotations
+
+from elastic.config import ElasticError
+
+
+class CheckpointError(ElasticError):
+    """State could not be saved, found, verified or read; nothing that was read half is used."""
+
+
+class ObjectMissing(CheckpointError):
+    """The store has no object of that name."""
+
+
+class SourceFailed(CheckpointError):
+    """A shard could not be read from another host's mover."""
+
+    def __init__(self, host: str, reason: str) -> None:
+        super().__init__(f"{host}: {reason}")
+        self.host = host
+
+
+class Fenced(CheckpointError):
+    """A newer attempt of this run has claimed the commit log: this one must end itself."""
+
+    def __init__(self, by_attempt: int) -> None:
+        super().__init__(f"attempt {by_attempt} of this run has claimed the commit log; this older attempt ends itself")
+        self.by_attempt = by_attempt

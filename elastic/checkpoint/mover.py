@@ -1,0 +1,322 @@
+"""The mover: one process per host that seals, sends, serves and uploads, so that no other one handles bytes.
+
+`python -m elastic.checkpoint.mover` gets its sockets and memory as open descriptors (see `command`), so its
+address and all it holds outlive it: a new one goes on where the old one died. Host and mover speak JSON
+lines over the control socket. Host to mover, the first line being the token:
+
+    {"token": t}   {"generation": g, "rank": r, "world": w, "attempt": a, "partner": {"address", "port"} | null}
+    {"upload": {"generation": g, "step": s}}   {"seal": true}
+
+Mover to host: {"ready": true}, {"changed": true} when any holding changed, {"sealed": true} when all that
+was written is sealed, {"uploaded": ...} (see `uploaded_of`), {"failed": what, "reason": sentence}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import numpy as np
+
+from elastic.checkpoint.arena import Arena, Buffer, State
+from elastic.checkpoint.blocks import SUB_BLOCK
+from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.peers import Partner, Peers
+from elastic.checkpoint.shard import of_buffer, table_object, to_object
+from elastic.checkpoint.store import Store, open_store
+from elastic.events import Uploaded
+from elastic.plan import Endpoint, SnapshotKey
+
+TOKEN_S = 30.0
+UPLOAD_S = 600.0
+BUSY_S = 0.01  # between tries while the partner has no room: a newer safe step makes some
+PAUSE_S = 0.5  # most, between tries after errors
+BACKLOG_BYTES = 1 << 20  # a host that does not read its control socket loses news, not the mover
+_PR_SET_PDEATHSIG = 1
+
+
+def command(*, control: int, arena: int, listen: int, wake: int, storage: str) -> list[str]:
+    """The mover's command line; give the four descriptors to `subprocess.Popen(pass_fds=)`.
+
+    control: one end of a unix stream socket pair; listen: a listening TCP socket; wake: an eventfd that
+    trainers write to after a snapshot. The starting thread must live as long as the host (PR_SET_PDEATHSIG).
+    """
+    fds = {"control": control, "arena": arena, "listen": listen, "wake": wake}
+    flags = [part for name, fd in fds.items() for part in (f"--{name}", str(fd))]
+    return [sys.executable, "-m", "elastic.checkpoint.mover", *flags, "--storage", storage]
+
+
+def uploaded_of(raw: dict[str, Any]) -> Uploaded:
+    """What the mover tells as {"uploaded": raw}."""
+    return Uploaded(key=SnapshotKey(**raw["key"]), rank=raw["rank"], object=raw["object"], nbytes=raw["nbytes"])
+
+
+class Mover:
+    """Its life: `run`. An unexpected error ends the process, and the host starts another."""
+
+    def __init__(self, arena: Arena, store: Store, listen: socket.socket, wake: int) -> None:
+        self._arena = arena
+        self._store = store
+        self._listen = listen
+        self._wake = wake
+        self._incarnation = arena.board.mover + 1
+        self._attempt = 0
+        self._last_failure = ""
+        self._upload_wanted: SnapshotKey | None = None
+        self._written = asyncio.Event()
+        self._news = {"send": asyncio.Event(), "upload": asyncio.Event()}
+        self._sealing = asyncio.Lock()
+        self._sender: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, control: socket.socket) -> None:
+        """Ends when the host closes the control socket."""
+        self._adopt()
+        reader, self._control = await asyncio.open_unix_connection(sock=control)
+        async with asyncio.timeout(TOKEN_S):
+            first = await reader.readline()
+        if not first:
+            return
+        self._token: str = json.loads(first)["token"]
+        self._peers = Peers(self._arena, self._token, lambda: self._tell({"changed": True}))
+        asyncio.get_running_loop().add_reader(self._wake, self._on_wake)
+        self._tell({"ready": True})
+        for job in (self._accept(), self._seal_when_written(), self._upload_when_wanted()):
+            self._start(job)
+        while line := await reader.readline():
+            self._obey(json.loads(line))
+
+    def _adopt(self) -> None:
+        """Takes over from a mover that died: void pins, no half-received shards, seal what it did not."""
+        self._arena.board.mover = self._incarnation
+        for buffer in self._arena.received:
+            if buffer.state != State.SEALED:
+                buffer.free()
+        self._written.set()
+
+    def _start(self, job: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_end)
+        return task
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+            os._exit(1)
+
+    # ---------------------------------------------------------------- the host
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._control.transport.get_write_buffer_size() < BACKLOG_BYTES:
+            self._control.write((json.dumps(message) + "\n").encode())
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if "generation" in message:
+            self._attempt = message["attempt"]
+            if self._sender is not None:
+                self._sender.cancel()
+            partner = message["partner"]
+            if partner is not None:
+                self._sender = self._start(self._send_pending(message["generation"], Endpoint(**partner)))
+        elif "upload" in message:
+            self._upload_wanted = SnapshotKey(**message["upload"])
+            self._news["upload"].set()
+        elif "seal" in message:
+            self._start(self._seal_now())
+        else:
+            raise CheckpointError(f"unknown control message {message}; host and mover must be of one version")
+
+    # ---------------------------------------------------------------- seal
+
+    def _on_wake(self) -> None:
+        os.eventfd_read(self._wake)
+        self._written.set()
+
+    async def _seal_when_written(self) -> None:
+        while True:
+            await self._written.wait()
+            self._written.clear()
+            await self._seal_written()
+
+    async def _seal_now(self) -> None:
+        await self._seal_written()
+        self._tell({"sealed": True})
+
+    async def _seal_written(self) -> None:
+        async with self._sealing:
+            for buffer in sorted(self._arena.own, key=lambda own: own.key, reverse=True):
+                if buffer.state == State.WRITTEN:
+                    await self._seal(buffer)
+
+    async def _seal(self, buffer: Buffer) -> None:
+        sequence, data, crcs = buffer.sequence, buffer.view, []
+        for at in range(0, len(data), SUB_BLOCK):
+            crcs.append(zlib.crc32(data[at : at + SUB_BLOCK]))
+            if at % (8 * SUB_BLOCK) == 0:
+                await asyncio.sleep(0)  # peers are served meanwhile
+        array = np.array(crcs, dtype=np.uint32)
+        if buffer.seal(sequence, array, zlib.crc32(buffer.table() + array.tobytes())):
+            self._tell({"changed": True})
+            for news in self._news.values():
+                news.set()
+
+    # ---------------------------------------------------------------- send
+
+    async def _send_pending(self, generation: int, endpoint: Endpoint) -> None:
+        """Sealed own shards of `generation` that are not safe yet, the oldest first, each until the partner has it.
+
+        All ranks snapshot the same steps, so all offer the same one next; were each to send its newest, slow and
+        fast ranks could fill the partners with different steps, of which none is ever complete.
+        """
+        partner = Partner(endpoint, self._token)
+        sent: SnapshotKey | None = None
+        pause_s = 0.0
+        try:
+            while True:
+                buffer = self._next_pending(generation, sent)
+                if buffer is None:
+                    await self._pause("send", None)
+                    continue
+                key = buffer.key
+                answer = await self._send(partner, buffer, key)
+                if answer == "taken":
+                    sent, pause_s = key, 0.0
+                    continue
+                pause_s = BUSY_S if answer == "busy" else min(max(2 * pause_s, BUSY_S), PAUSE_S)
+                await asyncio.sleep(pause_s)
+        finally:
+            partner.close()
+
+    async def _send(self, partner: Partner, buffer: Buffer, key: SnapshotKey) -> Literal["taken", "busy", "failed"]:
+        try:
+            answer = await partner.push(of_buffer(buffer), buffer.view)
+        except (OSError, TimeoutError, CheckpointError) as error:
+            reason = f"to the partner: {_say(error)}"
+            if buffer.key == key and reason != self._last_failure:  # told once, not at each new try
+                self._fail("send", reason)
+                self._last_failure = reason
+            return "failed"
+        self._last_failure = ""
+        if answer != "busy":
+            return "taken"
+        self._arena.board.count_partner_busy()
+        return "busy"
+
+    def _next_pending(self, generation: int, sent: SnapshotKey | None) -> Buffer | None:
+        keep = self._arena.board.keep
+        pending = [
+            own
+            for own in self._arena.own
+            if own.state == State.SEALED
+            and own.key.generation == generation
+            and (keep is None or own.key > keep)
+            and (sent is None or own.key > sent)
+        ]
+        return min(pending, key=lambda own: own.key.step, default=None)
+
+    async def _pause(self, who: str, limit_s: float | None) -> None:
+        """Until something was sealed (or, for uploads, wanted), or `limit_s` has passed."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._news[who].wait()
+        except TimeoutError:
+            return
+        self._news[who].clear()
+
+    # ---------------------------------------------------------------- serve
+
+    async def _accept(self) -> None:
+        self._listen.setblocking(False)
+        while True:
+            sock, _ = await asyncio.get_running_loop().sock_accept(self._listen)
+            self._start(self._peers.serve(sock))
+
+    # ---------------------------------------------------------------- upload
+
+    async def _upload_when_wanted(self) -> None:
+        """One upload at a time, of what was asked for last; asked again for what is there, it says so again."""
+        done: Uploaded | None = None
+        while True:
+            wanted = self._upload_wanted
+            if wanted is None:
+                await self._pause("upload", None)
+                continue
+            buffer = next((own for own in self._arena.own if own.key == wanted and own.holding()), None)
+            if done is None or done.key != wanted:
+                if buffer is not None and buffer.state != State.SEALED:
+                    await self._pause("upload", None)
+                    continue
+                done = await self._upload(buffer, wanted)
+            if done is not None:
+                self._tell({"uploaded": asdict(done)})
+            if self._upload_wanted == wanted:
+                self._upload_wanted = None
+
+    async def _upload(self, buffer: Buffer | None, key: SnapshotKey) -> Uploaded | None:
+        if buffer is None:
+            self._fail("upload", f"{key} is not in this host's arena any more")
+            return None
+        sequence = buffer.sequence
+        buffer.pin(self._incarnation)
+        try:
+            async with asyncio.timeout(UPLOAD_S):
+                return await asyncio.to_thread(self._put, buffer, key, sequence, self._attempt)
+        except (OSError, TimeoutError, CheckpointError) as error:
+            self._fail("upload", f"of {key}: {_say(error)}")
+            return None
+        finally:
+            buffer.unpin()
+
+    def _put(self, buffer: Buffer, key: SnapshotKey, sequence: int, attempt: int) -> Uploaded:
+        """In a worker thread: data first, then the table that makes it readable."""
+        shard, name = of_buffer(buffer), f"data/{attempt}-{key.generation}-{key.step}/{buffer.rank}.bin"
+        shard.verify(buffer.data, [(0, shard.nbytes)], where="own arena")
+        self._store.put(name, buffer.view)
+        if buffer.sequence != sequence or shard.key != key:
+            raise CheckpointError("the buffer was reused during the upload")
+        self._store.put(table_object(name), to_object(shard))
+        return Uploaded(key=key, rank=shard.rank, object=name, nbytes=shard.nbytes)
+
+    def _fail(self, what: str, reason: str) -> None:
+        self._tell({"failed": what, "reason": reason})
+
+
+def _say(error: BaseException) -> str:
+    return str(error) or ("no progress within the limit" if isinstance(error, TimeoutError) else repr(error))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="elastic.checkpoint.mover")
+    for name in ("control", "arena", "listen", "wake"):
+        parser.add_argument(f"--{name}", type=int, required=True, help="an open descriptor")
+    parser.add_argument("--storage", required=True, help="directory or URL of the run's objects")
+    args = parser.parse_args(arguments)
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)  # the host died before the signal was armed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the host to act on
+    os.set_blocking(args.wake, False)
+    listen, control = socket.socket(fileno=args.listen), socket.socket(fileno=args.control)
+
+    async def live() -> None:
+        await Mover(Arena.attach(args.arena), open_store(args.storage), listen, args.wake).run(control)
+
+    asyncio.run(live())
+    os._exit(0)  # not held up by an upload that storage does not answer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""The mover's side of the wire: serve reads, take in partners' shards, push own ones. All of it asyncio.
+
+No peer can hold up another: each connection is a task, every wait on it has a limit, and a shard that
+does not arrive whole leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from elastic.checkpoint.arena import Arena, Buffer, State
+from elastic.checkpoint.blocks import SUB_BLOCK
+from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.shard import Shard, facts_nbytes, key_of, of_buffer, of_header
+from elastic.checkpoint.wire import (
+    FACTS_BYTES_MAX,
+    FRAME_BYTES_MAX,
+    LENGTH,
+    frame,
+    frame_length,
+    parse,
+    tune,
+)
+from elastic.plan import Endpoint, SnapshotKey
+
+PROGRESS_S = 2.0  # a peer that moves less than a sub-block in this time is given up
+IDLE_S = 600.0  # a connection without a request is closed; its owner opens another when it needs one
+CONNECTIONS_MAX = 512
+HELLO_BYTES_MAX = 4096
+
+Answer = Literal["done", "have", "busy"]
+
+
+class Pipe:
+    """A connected socket with limits: no send or receive waits longer than PROGRESS_S for its next piece."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        tune(sock)
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def connect(cls, endpoint: Endpoint, token: str) -> Pipe:
+        sock = socket.socket()
+        try:
+            pipe = cls(sock)
+            async with asyncio.timeout(PROGRESS_S):
+                await pipe._loop.sock_connect(sock, (endpoint.address, endpoint.port))
+            await pipe.tell({"hello": token})
+        except BaseException:
+            sock.close()
+            raise
+        return pipe
+
+    async def send(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        for at in range(0, len(view), SUB_BLOCK):
+            async with asyncio.timeout(PROGRESS_S):
+                await self._loop.sock_sendall(self._sock, view[at : at + SUB_BLOCK])
+            await asyncio.sleep(0)  # a fast peer does not hold up the others
+
+    async def tell(self, message: dict[str, Any]) -> None:
+        await self.send(frame(message))
+
+    async def fill(self, into: memoryview, limit_s: float = PROGRESS_S) -> None:
+        """`into` is at most a sub-block or so: the limit is on the whole of it."""
+        async with asyncio.timeout(limit_s):
+            while into:
+                got = await self._loop.sock_recv_into(self._sock, into)
+                if not got:
+                    raise ConnectionResetError("the peer closed the connection")
+                into = into[got:]
+
+    async def hear(self, *, limit_s: float = PROGRESS_S, bytes_max: int = FRAME_BYTES_MAX) -> dict[str, Any]:
+        head = bytearray(LENGTH.size)
+        await self.fill(memoryview(head), limit_s)
+        body = bytearray(frame_length(head, bytes_max))
+        await self.fill(memoryview(body))
+        return parse(body)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class Partner:
+    """The connection over which own shards go to the partner; opened when needed, again after any error."""
+
+    def __init__(self, endpoint: Endpoint, token: str) -> None:
+        self._endpoint = endpoint
+        self._token = token
+        self._pipe: Pipe | None = None
+
+    async def push(self, shard: Shard, data: memoryview) -> Answer:
+        """OSError, TimeoutError: unreachable or silent. CheckpointError: it refused, or the CRC failed there."""
+        try:
+            self._pipe = self._pipe or await Pipe.connect(self._endpoint, self._token)
+            return await _push(self._pipe, shard, data)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+        self._pipe = None
+
+
+async def _push(pipe: Pipe, shard: Shard, data: memoryview) -> Answer:
+    await pipe.tell({"push": shard.header()})
+    answer = await pipe.hear()
+    if "go" not in answer:
+        return "busy" if "busy" in answer else "have"
+    await pipe.send(shard.facts())
+    await pipe.send(data)
+    await pipe.hear()
+    return "done"
+
+
+class Peers:
+    """Serves every peer that knows the token. `changed` is called when a received shard appeared or went."""
+
+    def __init__(self, arena: Arena, token: str, changed: Callable[[], None]) -> None:
+        self._arena = arena
+        self._token = token
+        self._changed = changed
+        self._filling: set[int] = set()  # indices of received buffers that a connection is writing
+        self._open = 0
+
+    async def serve(self, sock: socket.socket) -> None:
+        if self._open >= CONNECTIONS_MAX:
+            sock.close()
+            return
+        self._open += 1
+        pipe = Pipe(sock)
+        try:
+            await self._greet(pipe)
+            while True:
+                await self._answer(pipe, await pipe.hear(limit_s=IDLE_S))
+        except ConnectionResetError:
+            pass  # the usual end: the peer has what it wanted, or is dead
+        except (OSError, TimeoutError, CheckpointError, KeyError, TypeError, ValueError) as error:
+            print(f"mover: dropped a peer: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            pipe.close()
+            self._open -= 1
+
+    async def _greet(self, pipe: Pipe) -> None:
+        hello = await pipe.hear(bytes_max=HELLO_BYTES_MAX)
+        if not hmac.compare_digest(str(hello.get("hello")).encode(), self._token.encode()):
+            await pipe.tell({"error": "the token is not this run's; is the peer of another run?"})
+            raise CheckpointError("its token is not this run's")
+
+    async def _answer(self, pipe: Pipe, request: dict[str, Any]) -> None:
+        try:
+            if "push" in request:
+                await self._receive(pipe, request["push"])
+            elif "describe" in request:
+                shard = of_buffer(self._sealed(request["describe"], request["rank"]))
+                await pipe.tell(shard.header())
+                await pipe.send(shard.facts())
+            elif "read" in request:
+                await self._read(pipe, self._sealed(request["read"], request["rank"]), request["spans"])
+            else:
+                raise CheckpointError(f"unknown request {sorted(request)}; do both sides run the same version?")
+        except CheckpointError as error:
+            await pipe.tell({"error": str(error)})
+
+    def _sealed(self, key: Any, rank: int) -> Buffer:
+        buffer = self._arena.find(key_of(key), rank)
+        if buffer is None or buffer.state != State.SEALED:
+            held = "not here" if buffer is None else "not sealed yet"
+            raise CheckpointError(f"rank {rank}'s shard of {key_of(key)} is {held}")
+        return buffer
+
+    async def _read(self, pipe: Pipe, buffer: Buffer, spans: list[tuple[int, int]]) -> None:
+        sequence, data = buffer.sequence, buffer.view
+        if any(not 0 <= start < stop <= len(data) for start, stop in spans):
+            raise CheckpointError(f"spans must lie within [0, {len(data)}), got {spans[:3]}")
+        await pipe.tell({"nbytes": sum(stop - start for start, stop in spans)})
+        for start, stop in spans:
+            await pipe.send(data[start:stop])
+        if buffer.sequence != sequence:  # the reader's CRCs would find it as well; this says it sooner
+            raise ConnectionAbortedError("the buffer was reused while it was read")
+
+    async def _receive(self, pipe: Pipe, header: dict[str, Any]) -> None:
+        key, rank = key_of(header["key"]), header["rank"]
+        if key.generation < self._arena.board.generation:
+            raise CheckpointError(f"{key} is of an older generation than {self._arena.board.generation}")
+        held = self._arena.find(key, rank)
+        if held is not None and held.tier == "received":
+            await pipe.tell({"have": True})
+            return
+        if facts_nbytes(header) > FACTS_BYTES_MAX:
+            raise CheckpointError(f"a table of {header['table_nbytes']} bytes is too large")
+        place = self._place(key, rank)
+        if place is None:
+            await pipe.tell({"busy": "no received buffer is free"})
+            return
+        buffer = self._arena.received[place]
+        buffer.check_fits(header["nbytes"], header["table_nbytes"])
+        self._filling.add(place)
+        try:
+            await self._fill(pipe, buffer, header)
+        finally:
+            self._filling.discard(place)
+            if buffer.state == State.WRITING:
+                buffer.free()
+
+    def _place(self, key: SnapshotKey, rank: int) -> int | None:
+        """A received buffer to fill; None while there is none, or while `rank` has a copy here that is not safe yet:
+        a fast source must not take the room of a slow one, or no step would ever be complete."""
+        keep = self._arena.board.keep
+        for i, buffer in enumerate(self._arena.received):
+            mine = buffer.rank == rank and buffer.key.generation == key.generation
+            if mine and buffer.key != keep and (i in self._filling or not buffer.reusable()):
+                return None
+        free = [
+            (buffer.state != State.FREE, buffer.key, i)
+            for i, buffer in enumerate(self._arena.received)
+            if i not in self._filling and buffer.reusable()
+        ]
+        return min(free)[2] if free else None
+
+    async def _fill(self, pipe: Pipe, buffer: Buffer, header: dict[str, Any]) -> None:
+        await pipe.tell({"go": True})
+        facts = bytearray(facts_nbytes(header))
+        for at in range(0, len(facts), SUB_BLOCK):
+            await pipe.fill(memoryview(facts)[at : at + SUB_BLOCK])
+        try:
+            shard = of_header(header, bytes(facts))
+        except CheckpointError as error:  # its data is on the way: only a new connection is in step again
+            raise ConnectionAbortedError(str(error)) from error
+        lost = buffer.holding() is not None
+        buffer.begin(shard.key, rank=shard.rank, world=shard.world, nbytes=shard.nbytes, table=shard.table)
+        if lost:
+            self._changed()
+        damaged = await self._fill_data(pipe, shard, buffer.view)
+        if damaged is not None:
+            raise CheckpointError(shard.damage(damaged, where="received by the partner"))
+        buffer.finish()
+        buffer.seal(buffer.sequence, shard.crcs, zlib.crc32(facts))
+        self._changed()
+        await pipe.tell({"done": True})
+
+    async def _fill_data(self, pipe: Pipe, shard: Shard, data: memoryview) -> int | None:
+        """Reads all of it, so that the connection stays in step; returns the first damaged sub-block."""
+        damaged = None
+        for i, at in enumerate(range(0, len(data), SUB_BLOCK)):
+            piece = data[at : at + SUB_BLOCK]
+            await pipe.fill(piece)
+            await asyncio.sleep(0)  # a fast peer does not hold up the others
+            if damaged is None and zlib.crc32(piece) != np.uint32(shard.crcs[i]):
+                damaged = i
+        return damaged

@@ -1,0 +1,180 @@
+"""Trainer side of a snapshot: which tensors are state, which boxes of them are this rank's, the copy itself.
+
+Nothing here is a collective. Who stores a replicated tensor follows from its name and place alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from elastic.checkpoint.arena import Arena, Buffer, State
+from elastic.checkpoint.blocks import ITEM_BYTES, Block, encode_bytes, place
+from elastic.checkpoint.errors import CheckpointError
+from elastic.plan import SnapshotKey
+
+Entry = tuple[str, torch.Tensor]
+
+REPLICATED_BYTES_MAX = 64 << 10  # smaller copies are stored by every rank: no rank asks another for a scalar
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Entry]:
+    """All state by name: "model.<fqn>" (parameters, persistent buffers), "optimizer.<fqn>.<state key>".
+
+    Optimizer state that is still lazy is made first, as zeros, so that a fresh trainer can restore into it.
+    The tensors are the live ones: call it again only when the model or optimizer is another.
+    CheckpointError: the optimizer keeps state that is no tensor.
+    """
+    materialise(optimizer)
+    found: list[Entry] = []
+    names = {parameter: _clean(name) for name, parameter in model.named_parameters()}
+    found += [(f"model.{name}", parameter.detach()) for parameter, name in names.items()]
+    found += [(f"model.{_clean(name)}", buffer) for name, buffer in _persistent_buffers(model)]
+    for parameter, name in names.items():
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"optimizer state {key} of {name} is {type(value).__name__}, only tensors are saved; "
+                    "keep it as a tensor"
+                )
+            found.append((f"optimizer.{name}.{key}", value.detach()))
+    return found
+
+
+def materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Makes lazy optimizer state by a step with zero gradients and rate, then zeroes what that made."""
+    groups = optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    if all(parameter in optimizer.state for parameter in parameters):
+        return
+    before = {id(v) for state in optimizer.state.values() for v in state.values()}
+    gradients, rates = [p.grad for p in parameters], [group.get("lr") for group in groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter not in optimizer.state else None
+    for group, rate in zip(groups, rates):
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    optimizer.step()
+    for parameter, gradient in zip(parameters, gradients):
+        parameter.grad = gradient
+    for group, rate in zip(groups, rates):
+        group["lr"] = rate
+    with torch.no_grad():
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and id(value) not in before:
+                    value.zero_()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, sharing memory with `tensor`."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach()
+
+
+def wanted(name: str, tensor: torch.Tensor) -> Block | None:
+    """The box of `tensor` that lies on this rank; None where that is empty."""
+    if isinstance(tensor, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    else:
+        sizes, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{name} has dtype {dtype}, the format knows {', '.join(ITEM_BYTES)}")
+    if math.prod(sizes) == 0:
+        return None
+    return Block(name=name, dtype=dtype, global_shape=tuple(tensor.shape), offsets=tuple(offsets), sizes=tuple(sizes))
+
+
+def owned(block: Block, tensor: torch.Tensor, rank: int, world: int) -> bool:
+    """Does this rank store `block`? Of its copies one does, chosen by hash so that the load is even; all if small."""
+    if block.nbytes <= REPLICATED_BYTES_MAX:
+        return True
+    index, copies = _replica(tensor) if isinstance(tensor, DTensor) else (rank, world)
+    return zlib.crc32(f"{block.name}{block.offsets}".encode()) % copies == index
+
+
+class Snapshotter:
+    """Copies this rank's state into its host's arena. Layout and views are made once, a snapshot is copies only.
+
+    entries: from `entries`, live for the whole generation. wake: the mover's eventfd.
+    """
+
+    def __init__(self, arena: Arena, *, rank: int, world: int, entries: Sequence[Entry], wake: int) -> None:
+        self._arena = arena
+        self._rank, self._world, self._wake = rank, world, wake
+        mine = [(wanted(name, tensor), tensor) for name, tensor in entries]
+        kept = [(block, tensor) for block, tensor in mine if block and owned(block, tensor, rank, world)]
+        self.table, self.nbytes = place(block for block, _ in kept)
+        self._table = encode_bytes(self.table)
+        self._sources = [local(tensor) for _, tensor in kept]
+        for buffer in arena.own:
+            buffer.check_fits(self.nbytes, len(self._table))
+        self._targets = {
+            buffer.offset: [
+                view(arena.memory, block, at=buffer.offset + block.at).view(block.sizes) for block in self.table
+            ]
+            for buffer in arena.own
+        }
+
+    def can_write(self) -> bool:
+        """Is a buffer free? It stays free until this trainer's next `write`."""
+        return self._free() is not None
+
+    def write(self, key: SnapshotKey) -> bool:
+        """Copies the state of `key.step` completed steps. False: no free buffer, skipped and counted."""
+        generation = self._arena.board.generation
+        if key.generation != generation:
+            raise CheckpointError(f"{key} can't be written: this host is at generation {generation}")
+        buffer = self._free()
+        if buffer is None:
+            self._arena.board.count_skipped()
+            return False
+        buffer.begin(key, rank=self._rank, world=self._world, nbytes=self.nbytes, table=self._table)
+        with torch.no_grad():
+            torch._foreach_copy_(self._targets[buffer.offset], self._sources)
+        buffer.finish()
+        os.eventfd_write(self._wake, 1)
+        return True
+
+    def _free(self) -> Buffer | None:
+        free = [buffer for buffer in self._arena.own if buffer.reusable()]
+        return min(free, key=lambda buffer: (buffer.state != State.FREE, buffer.key), default=None)
+
+
+def view(memory: object, block: Block, *, at: int) -> torch.Tensor:
+    """`block`'s bytes at `at` of a buffer object as a flat tensor of its dtype, sharing memory."""
+    dtype = getattr(torch, block.dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(block.sizes), offset=at)
+
+
+def _replica(tensor: DTensor) -> tuple[int, int]:
+    """Which of how many copies of its local box this rank has, counted over the mesh dims that replicate."""
+    coordinate, index, copies = tensor.device_mesh.get_coordinate(), 0, 1
+    assert coordinate is not None
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            index, copies = (
+                index * tensor.device_mesh.size(dim) + coordinate[dim],
+                copies * tensor.device_mesh.size(dim),
+            )
+    return index, copies
+
+
+def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -1,0 +1,183 @@
+"""The seam to durable storage: five methods, and the two stores that stand behind it here.
+
+An object is written once, under a key that nobody else writes, or by `put_if_absent`. There is no rename
+and no append. A conditional PUT on S3 fits the same five methods.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+
+_TMP = ".tmp-"  # no key has a part that begins with a dot, so a half-written file is never an object
+
+
+class Store(Protocol):
+    """Objects by key ("data/1-3-50/0.bin"). Every method may raise CheckpointError."""
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Durable on return; the key must be nobody else's."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Durable on return; False, and nothing changed, where the key exists. Atomic among all writers."""
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `[start, stop)`, fewer where the object ends before. ObjectMissing: no such key."""
+
+    def list(self, prefix: str) -> dict[str, int]:
+        """Size in bytes of every object whose key begins with `prefix`, in the order of keys."""
+
+    def delete(self, key: str) -> None:
+        """Nothing happens where the key does not exist."""
+
+
+def open_store(url: str) -> Store:
+    """A directory's path or `file://` URL. The directory is made when the first object is written."""
+    scheme, separator, path = url.partition("://")
+    if not separator:
+        return DirectoryStore(Path(url))
+    if scheme == "file":
+        return DirectoryStore(Path(path))
+    raise CheckpointError(f"storage {url!r}: got scheme {scheme!r}, wanted a directory's path or file://PATH")
+
+
+def _check_key(key: str) -> None:
+    if not key or any(part == "" or part.startswith(".") for part in key.split("/")):
+        raise CheckpointError(f"key {key!r}: wanted parts joined by /, none of them empty or hidden")
+
+
+class DirectoryStore:
+    """A local or shared POSIX directory: write aside, fsync, rename or link, fsync the directory."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._names = itertools.count()
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        with self._written_aside(key, data) as (aside, path):
+            os.replace(aside, path)
+            _sync_directory(path.parent)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        with self._written_aside(key, data) as (aside, path):
+            try:
+                os.link(aside, path)  # unlike rename, fails where the name is taken
+            except FileExistsError:
+                return False
+            _sync_directory(path.parent)
+            return True
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        path = self._path(key)
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read(-1 if stop is None else stop - start)
+        except FileNotFoundError as error:
+            raise ObjectMissing(f"{path} does not exist") from error
+        except OSError as error:
+            raise CheckpointError(f"can't read {path}: {error.strerror}") from error
+
+    def list(self, prefix: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        top = self._root / prefix.rpartition("/")[0]
+        for folder, _, names in os.walk(top):
+            for name in names:
+                path = Path(folder, name)
+                key = path.relative_to(self._root).as_posix()
+                if key.startswith(prefix) and not name.startswith("."):
+                    try:
+                        found[key] = path.stat().st_size
+                    except FileNotFoundError:
+                        continue  # deleted since the walk saw it
+        return dict(sorted(found.items()))
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"can't delete {path}: {error.strerror}") from error
+        with suppress(OSError):  # the folder holds other objects, or is gone
+            path.parent.rmdir()
+
+    def _path(self, key: str) -> Path:
+        _check_key(key)
+        return self._root / key
+
+    @contextmanager
+    def _written_aside(self, key: str, data: bytes | memoryview) -> Iterator[tuple[Path, Path]]:
+        path = self._path(key)
+        aside = path.with_name(f"{_TMP}{os.getpid()}-{threading.get_ident()}-{next(self._names)}-{path.name}")
+        try:
+            _make_directories(path.parent)
+            with aside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield aside, path
+        except OSError as error:
+            raise CheckpointError(
+                f"can't write {path}: {error.strerror}; check that the directory is writable and has room"
+            ) from error
+        finally:
+            if aside.exists():
+                aside.unlink()
+
+
+def _make_directories(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    _make_directories(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_directory(folder.parent)
+
+
+def _sync_directory(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class MemoryStore:
+    """The same contract in this process's memory: for the simulation and for tests of what uses a store."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        _check_key(key)
+        with self._lock:
+            self._objects[key] = bytes(data)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        _check_key(key)
+        with self._lock:
+            absent = key not in self._objects
+            if absent:
+                self._objects[key] = bytes(data)
+            return absent
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        with self._lock:
+            if key not in self._objects:
+                raise ObjectMissing(f"{key} does not exist")
+            return self._objects[key][start:stop]
+
+    def list(self, prefix: str) -> dict[str, int]:
+        with self._lock:
+            return {k: len(v) for k, v in sorted(self._objects.items()) if k.startswith(prefix)}
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._objects.pop(key, None)

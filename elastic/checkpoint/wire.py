@@ -1,0 +1,132 @@
+"""What movers and trainers say to a mover over TCP, and the trainer's blocking side of it.
+
+A frame is a big-endian uint32 length and that many bytes of JSON; raw bytes follow where the frame says so.
+The first frame is {"hello": token}. Then requests, one at a time:
+
+    {"describe": [generation, step], "rank": r}                 -> header (shard.py), then its facts
+    {"read": [generation, step], "rank": r, "spans": [[a, b]]}  -> {"nbytes": n}, then the spans' bytes
+    {"push": header}    -> {"busy": why} or {"have": true} or {"go": true}; after go: facts, data -> {"done": true}
+
+{"error": sentence} answers what can't be done.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.shard import Shard, facts_nbytes, of_header
+from elastic.plan import Endpoint, SnapshotKey
+
+LENGTH = struct.Struct(">I")
+FRAME_BYTES_MAX = 16 << 20
+FACTS_BYTES_MAX = 256 << 20
+SOCKET_BYTES = 4 << 20
+
+
+def frame(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+def frame_length(raw: bytes | bytearray, limit: int = FRAME_BYTES_MAX) -> int:
+    (length,) = LENGTH.unpack(raw)
+    if length > limit:
+        raise CheckpointError(f"a peer announced a frame of {length} bytes, at most {limit} are allowed")
+    return int(length)
+
+
+def parse(raw: bytes | bytearray) -> dict[str, Any]:
+    """CheckpointError: not a JSON object, or one that tells an error."""
+    try:
+        message = json.loads(raw)
+    except ValueError as error:
+        raise CheckpointError(f"a peer sent a frame that is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise CheckpointError(f"a peer sent {type(message).__name__}, wanted a JSON object")
+    if "error" in message:
+        raise CheckpointError(str(message["error"]))
+    return message
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay for small frames, large buffers for data, and a dead peer is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+
+
+class MoverClient:
+    """A trainer's connection to one mover. CheckpointError: unreachable, silent for `timeout_s`, or refused."""
+
+    def __init__(self, endpoint: Endpoint, *, token: str, timeout_s: float) -> None:
+        self._where = f"mover at {endpoint.address}:{endpoint.port}"
+        self._timeout_s = timeout_s
+        try:
+            self._sock = socket.create_connection((endpoint.address, endpoint.port), timeout_s)
+        except OSError as error:
+            raise CheckpointError(f"{self._where} can't be reached: {error}; is its host gone?") from error
+        tune(self._sock)
+        self._send({"hello": token})
+
+    def describe(self, key: SnapshotKey, rank: int) -> Shard:
+        self._send({"describe": [key.generation, key.step], "rank": rank})
+        header = self._frame()
+        facts = np.empty(min(facts_nbytes(header), FACTS_BYTES_MAX), dtype=np.uint8)
+        self._fill(facts)
+        return of_header(header, facts.tobytes())
+
+    def read(self, key: SnapshotKey, rank: int, spans: Sequence[tuple[int, int]], into: npt.NDArray[np.uint8]) -> None:
+        """Fills `into[start:stop]` for each span. Nothing is verified here: the caller has the CRCs."""
+        self._send({"read": [key.generation, key.step], "rank": rank, "spans": list(spans)})
+        announced, wanted = self._frame().get("nbytes"), sum(stop - start for start, stop in spans)
+        if announced != wanted:
+            raise CheckpointError(f"{self._where} sends {announced} bytes, wanted {wanted}")
+        for start, stop in spans:
+            self._fill(into[start:stop])
+
+    def __enter__(self) -> MoverClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sock.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._sock.sendall(frame(message))
+        except OSError as error:
+            raise CheckpointError(f"{self._where} broke off: {error}") from error
+
+    def _frame(self) -> dict[str, Any]:
+        head = np.empty(LENGTH.size, dtype=np.uint8)
+        self._fill(head)
+        body = np.empty(frame_length(head.tobytes()), dtype=np.uint8)
+        self._fill(body)
+        try:
+            return parse(body.tobytes())
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._where}: {error}") from error
+
+    def _fill(self, into: npt.NDArray[np.uint8]) -> None:
+        view = into.data
+        try:
+            while view:
+                got = self._sock.recv_into(view)
+                if not got:
+                    raise CheckpointError(f"{self._where} closed the connection with {len(view)} bytes to come")
+                view = view[got:]
+        except TimeoutError as error:
+            raise CheckpointError(f"{self._where} was silent for {self._timeout_s} s") from error
+        except OSError as error:
+            raise CheckpointError(f"{self._where} broke off: {error}") from error

@@ -1,0 +1,343 @@
+"""The coordinator: a named Ray actor on the driver's node that runs the controller's driver loop in one thread.
+
+Crash-only: Ray restarts it in place, it listens on the port it had, folds its journal and goes on. Methods are
+called by the host function (endpoint, outcome), by Ray Train's controller (begin) and by people (status, stop).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import IO, Any, cast
+
+import ray
+import yaml
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic import events
+from elastic.checkpoint.committer import Committer
+from elastic.checkpoint.log import CommitLog
+from elastic.checkpoint.manifest import restore_plan
+from elastic.checkpoint.store import open_store
+from elastic.clock import RealClock
+from elastic.cluster.ray_nodes import NAMESPACE
+from elastic.cluster.stream import Server
+from elastic.config import Config, ElasticError
+from elastic.controller.driver import Driver, replay
+from elastic.controller.state import TERMINAL, Phase, RunState
+from elastic.data.shards import read_manifest
+from elastic.events import Order, Report
+from elastic.plan import RestorePlan
+from elastic.telemetry import journal
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 60.0
+IDLE_S = 0.5
+RECENT_STEPS = 20
+
+
+class RunError(ElasticError):
+    """The run can't go on, or its coordinator can't be reached."""
+
+
+class _Memory:
+    """What a restarted coordinator must know before it can read its journal; one small file, replaced whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def of(self, token: str) -> dict[str, Any]:
+        """What was written for this token: another one is another submission of the run."""
+        return self._values if self._values.get("token") == token else {}
+
+    def write(self, **values: Any) -> None:
+        self._values = {**self._values, **values}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._path.with_suffix(".tmp")
+        aside.touch(mode=0o600)  # the token is in it
+        aside.write_text(json.dumps(self._values))
+        os.replace(aside, self._path)
+
+
+class Progress:
+    """The journal as the driver writes it, with the newest step records kept for `summary`."""
+
+    def __init__(self, path: Path) -> None:
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
+        self._held_out: float | None = None
+        for entry in journal.read_file(path):
+            self._note(entry)
+        self._file = journal.open_for_append(path)
+
+    def write(self, line: bytes) -> None:
+        self._file.write(line)
+        entry = journal.decode(line)
+        assert entry is not None, line
+        self._note(entry)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def summary(self) -> dict[str, Any]:
+        """loss and held_out in nats per token, tokens_s of the newest steps of one generation."""
+        if not self._recent:
+            return {"loss": None, "held_out": self._held_out, "tokens_s": None}
+        newest = self._recent[-1]
+        same = [record for record in self._recent if record["generation"] == newest["generation"]]
+        seconds = sum(record["seconds"] for record in same)
+        tokens_s = sum(record["tokens"] for record in same) / seconds if seconds else None
+        return {"loss": newest["loss"], "held_out": self._held_out, "tokens_s": tokens_s}
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        event = entry["event"]
+        if event["kind"] == "StepCompleted":
+            self._recent.append(event["record"])
+            if event["record"]["held_out"] is not None:
+                self._held_out = event["record"]["held_out"]
+
+
+class Coordinator:
+    """One per run. All state belongs to the loop's thread; methods hand it calls and wait for the answers."""
+
+    def __init__(self, config: Config, token: str) -> None:
+        self._config = config
+        self._token = token
+        self._memory = _Memory(config.run_dir() / "coordinator.json")
+        before = self._memory.of(token)
+        self._clock = RealClock()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._driver: Driver | None = None
+        self._progress: Progress | None = None
+        self._commits: Committer | None = None
+        self._ended: Future[dict[str, Any]] = Future()
+        address = ray.util.get_node_ip_address()
+        self._server = Server(token, address, before.get("port", 0))
+        self._group: str = before.get("group", "")
+        self._memory.write(token=token, port=self._server.endpoint.port, group=self._group)
+        if self._group:
+            self._resume()
+        threading.Thread(target=self._serve, name="driver", daemon=True).start()
+
+    # ------------------------------------------------------------ called from outside
+
+    def endpoint(self) -> dict[str, Any]:
+        """Where hosts report: address, port and the token to show there."""
+        endpoint = self._server.endpoint
+        return {"address": endpoint.address, "port": endpoint.port, "token": self._token}
+
+    def begin(self, group: str) -> int:
+        """Start an attempt for the worker group `group`, once; returns the attempt's number."""
+        return int(self._call(lambda: self._begin(group)))
+
+    def status(self) -> dict[str, Any]:
+        """Phase, step, loss, tokens_s, world, generation, hosts (node, pids, ...), own pid: plain JSON values."""
+        return dict(self._call(self._status))
+
+    def stop(self, who: str, why: str) -> None:
+        """End the run at a step boundary, with a checkpoint."""
+        self._call(lambda: self._stop(events.StopRequested(who=who, why=why)))
+
+    def outcome(self, timeout_s: float) -> dict[str, Any] | None:
+        """How the attempt ended (see `_outcome`), None while it has not within `timeout_s`."""
+        try:
+            return self._ended.result(timeout_s)
+        except TimeoutError:
+            return None
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        answer: Future[Any] = Future()
+        self._calls.put((function, answer))
+        self._server.wake()
+        return answer.result(CALL_TIMEOUT_S)
+
+    # ------------------------------------------------------------ the loop's thread
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                while not self._calls.empty():
+                    self._answer(*self._calls.get())
+                self._turn()
+            except Exception:
+                # Without its loop the run would hang: tell everyone, with the reason.
+                logger.exception("the driver loop failed")
+                self._end({"phase": str(Phase.FAILED), "failure": "coordinator", "detail": traceback.format_exc()})
+
+    def _answer(self, function: Callable[[], Any], answer: Future[Any]) -> None:
+        try:
+            answer.set_result(function())
+        except Exception as error:
+            answer.set_exception(error)
+
+    def _turn(self) -> None:
+        if self._ended.done():
+            self._dismiss()
+        elif self._driver is None:
+            self._server.receive(IDLE_S)
+        elif self._driver.turn(self._config.control.heartbeat_s / 2):
+            self._end(self._outcome(self._driver.state))
+
+    def _end(self, outcome: dict[str, Any]) -> None:
+        if not self._ended.done():
+            self._ended.set_result(outcome)
+
+    def _dismiss(self) -> None:
+        """Tell whoever still reports that the run is over."""
+        state = self._driver.state if self._driver else RunState()
+        for message in self._server.receive(IDLE_S):
+            if isinstance(message, Report):
+                seq = round(self._clock.now_s() * 1_000_000)
+                order = Order(
+                    host=message.host, seq=seq, attempt=state.attempt, generation=state.generation, finish=True
+                )
+                self._server.send(message.host, order)
+
+    # ------------------------------------------------------------ attempts
+
+    def _begin(self, group: str) -> int:
+        if self._group == group and self._driver is not None:
+            return self._driver.state.attempt
+        run_dir = self._config.run_dir()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(self._config.model_dump(mode="json"), sort_keys=False))
+        log = CommitLog(open_store(str(run_dir)))
+        attempt = log.claim(f"{socket.gethostname()}:{os.getpid()}")
+        durable = self._durable(log)
+        entries = journal.read_file(self._journal)
+        used = max((entry["generation"] for entry in entries), default=0)
+        driver = self._drive(attempt, RunState())
+        driver.take(
+            events.RunStarted(
+                run=self._config.run,
+                attempt=attempt,
+                generation=max(used, durable.key.generation if durable else 0),
+                durable=durable,
+            )
+        )
+        self._group = group
+        self._memory.write(group=group)
+        return attempt
+
+    def _fingerprint(self) -> str:
+        return read_manifest(Path(self._config.data.prepared)).fingerprint
+
+    def _durable(self, log: CommitLog) -> RestorePlan | None:
+        newest, fingerprint = log.newest(), self._fingerprint()
+        if newest is not None and newest.fingerprint != fingerprint:
+            raise RunError(
+                f"the checkpoint of step {newest.key.step} was trained on data {newest.fingerprint[:12]}, "
+                f"{self._config.data.prepared} holds {fingerprint[:12]}; give this run another name, or that data"
+            )
+        return restore_plan(newest) if newest else None
+
+    def _resume(self) -> None:
+        """This process replaces one that died: the same attempt goes on."""
+        state = replay(journal.read_file(self._journal), self._config)
+        driver = self._drive(state.attempt, state)
+        if state.phase in TERMINAL:
+            self._end(self._outcome(state))
+        else:
+            driver.take(events.CoordinatorRestarted())
+
+    def _drive(self, attempt: int, state: RunState) -> Driver:
+        self._ended = Future()
+        for previous in (self._commits, self._progress):
+            if previous is not None:
+                previous.close()
+        store = open_store(str(self._config.run_dir()))
+        self._commits = Committer(
+            store,
+            CommitLog(store),
+            attempt,
+            run=self._config.run,
+            fingerprint=self._fingerprint(),
+            samples_per_step=self._config.batch.global_samples,
+            keep=self._config.checkpoint.keep,
+        )
+        self._progress = Progress(self._journal)
+        log = cast("IO[bytes]", self._progress)
+        self._driver = Driver(self._config, self._server, self._commits, log, self._clock, state)
+        return self._driver
+
+    @property
+    def _journal(self) -> Path:
+        return self._config.run_dir() / "journal.jsonl"
+
+    def _stop(self, request: events.StopRequested) -> None:
+        if self._driver is None:
+            raise RunError("the run has not started yet, nothing to stop; end its driver instead")
+        self._driver.take(request)
+
+    def _status(self) -> dict[str, Any]:
+        if self._driver is None or self._progress is None:
+            return {"run": self._config.run, "phase": "starting", "steps": self._config.steps, "hosts": {}}
+        return {**self._driver.status(), **self._progress.summary(), "pid": os.getpid()}
+
+    def _outcome(self, state: RunState) -> dict[str, Any]:
+        """Plain JSON values: phase, failure, detail, attempt, step, durable_step, and the newest loss figures."""
+        assert self._progress is not None
+        return {
+            "phase": str(state.phase),
+            "failure": state.failure,
+            "detail": state.detail,
+            "attempt": state.attempt,
+            "step": state.step,
+            "durable_step": state.durable_step,
+            "generation": state.generation,
+            "incidents": state.incidents,
+            **self._progress.summary(),
+        }
+
+
+# ---------------------------------------------------------------- from the driver's and the hosts' side
+
+
+def start(config: Config) -> Any:
+    """Start the coordinator of `config.run` on this node; returns its actor handle.
+
+    RunError: a run of this name is already running in this cluster.
+    """
+    # num_cpus=0 lands anywhere unless pinned: also on the node that is killed next.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor_class = ray.remote(Coordinator).options(
+        name=actor_name(config.run),
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=8,
+        max_concurrency=64,
+        scheduling_strategy=here,
+    )
+    try:
+        return actor_class.remote(config, secrets.token_hex(16))
+    except ValueError as error:
+        raise RunError(
+            f"run {config.run} is already running in this cluster; stop it, or give this one another name (run: ...)"
+        ) from error
+
+
+def find(run: str) -> Any:
+    """The coordinator's actor handle, from anywhere in the cluster. RunError: no such run is running."""
+    try:
+        return ray.get_actor(actor_name(run), namespace=NAMESPACE)
+    except ValueError as error:
+        raise RunError(f"no run {run} is running in this cluster") from error
+
+
+def actor_name(run: str) -> str:
+    return f"coordinator-{run}"

@@ -1,0 +1,119 @@
+"""The public trainer: a run as a Ray Train run, with Ray Train's configs in and its Result out."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig, TrainingFailedError
+
+from elastic.cluster import coordinator, ray_host
+from elastic.cluster.host_slots import HostLimits
+from elastic.cluster.ray_private import in_place_trainer
+from elastic.config import Config, ConfigError
+
+GROUP_START_S = 60.0  # Ray Train tries to start a group for this long, then again
+OUTCOME_TIMEOUT_S = 30.0
+
+
+class ElasticTrainer:
+    """Trains `config` on Ray.
+
+    `scaling_config.num_workers` (int, or (min, max)) and `use_gpu` win over `hosts_min`, `hosts_max` and `use_gpu`
+    of `config`; `run_config` over `run`, `storage` and `max_failures`. Without them they are made from `config`.
+    `max_failures` counts what ends the worker group (user code that raises, too few hosts for `hosts_wait_s`); a
+    lost trainer, host or node does not. Needs `ray.init`, and to be called on the node that should coordinate.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+    ) -> None:
+        self.scaling_config = scaling_config or scaling_of(config)
+        self.run_config = run_config or run_of(config)
+        _check(self.scaling_config)
+        self.config = merged(config, self.scaling_config, self.run_config)
+
+    def fit(self) -> Result:
+        """Run to the end. Result.metrics: the newest figures (step, loss, held_out, ...); Result.checkpoint: the
+        run's directory with the newest durable checkpoint in its log, None where there is none.
+
+        Raises `ray.train.TrainingFailedError` as every Ray trainer; its cause says what failed.
+        """
+        config = self.config
+        actor = coordinator.start(config)
+        try:
+            trainer = in_place_trainer(
+                ray_host.host,
+                host_config={"config": config.model_dump(mode="json")},
+                scaling_config=self.scaling_config,
+                run_config=self.run_config,
+                limits=HostLimits(below_min_s=config.control.hosts_wait_s),
+                announce=partial(_announce, config.run),
+            )
+            try:
+                result = trainer.fit()
+            except TrainingFailedError as error:
+                outcome = _outcome(actor, timeout_s=0.0)
+                error.add_note(f"{outcome.get('failure')}: {outcome.get('detail')}")  # Ray Train cuts it short
+                raise
+            return _with_outcome(result, _outcome(actor, timeout_s=OUTCOME_TIMEOUT_S))
+        finally:
+            ray.kill(actor)
+
+
+def _outcome(actor: Any, *, timeout_s: float) -> dict[str, Any]:
+    return ray.get(actor.outcome.remote(timeout_s), timeout=timeout_s + OUTCOME_TIMEOUT_S) or {}
+
+
+def _announce(run: str, group: str) -> None:
+    """A worker group starts (called in Ray Train's controller): so does an attempt."""
+    ray.get(coordinator.find(run).begin.remote(group), timeout=coordinator.CALL_TIMEOUT_S)
+
+
+def scaling_of(config: Config) -> ScalingConfig:
+    hosts = (config.hosts_min, config.hosts_max)
+    return ScalingConfig(num_workers=hosts[0] if hosts[0] == hosts[1] else hosts, use_gpu=config.use_gpu)
+
+
+def run_of(config: Config) -> RunConfig:
+    starts = max(1, round(config.control.hosts_wait_s / GROUP_START_S))
+    failure_config = FailureConfig(max_failures=config.max_failures, controller_failure_limit=starts - 1)
+    return RunConfig(name=config.run, storage_path=str(Path(config.storage).resolve()), failure_config=failure_config)
+
+
+def merged(config: Config, scaling: ScalingConfig, run: RunConfig) -> Config:
+    """The configuration that hosts and coordinator get; checked again, with absolute paths."""
+    changed = {
+        "run": run.name,
+        "storage": run.storage_path,
+        "max_failures": run.failure_config.max_failures,
+        "hosts_min": scaling.min_workers,
+        "hosts_max": scaling.max_workers,
+        "use_gpu": scaling.use_gpu,
+    }
+    data = {**config.data.model_dump(), "prepared": str(Path(config.data.prepared).resolve())}
+    return Config.model_validate({**config.model_dump(), **changed, "data": data})
+
+
+def _check(scaling: ScalingConfig) -> None:
+    if scaling.max_workers < 1 or scaling.min_workers < 1:
+        raise ConfigError(f"num_workers {scaling.num_workers}: wanted at least 1, local mode is not supported")
+    if scaling.use_tpu:
+        raise ConfigError("use_tpu: hosts train with torch on CPUs or CUDA devices; leave it off")
+    if scaling.placement_strategy != "PACK":
+        raise ConfigError(
+            f"placement_strategy {scaling.placement_strategy!r}: each host is placed by itself, so that it can be "
+            "replaced by itself; leave it at 'PACK' and use label_selector to say where hosts may run"
+        )
+
+
+def _with_outcome(result: Result, outcome: dict[str, Any]) -> Result:
+    checkpoint = Checkpoint(result.path, filesystem=result.filesystem) if outcome.get("durable_step") else None
+    return dataclasses.replace(result, metrics=outcome, checkpoint=checkpoint)
