@@ -117,14 +117,15 @@ def _step(entry: dict[str, Any]) -> int:
 
 def _marks(entries: Sequence[dict[str, Any]], generation: int) -> tuple[dict[str, float], float]:
     """(seconds that each phase added, slowest rank each time; when the last rank had its first step)."""
-    told = []
+    first: dict[str, tuple[float, dict[str, float]]] = {}
     for entry in entries:
         event = entry["event"]
         if event["kind"] != "HostReported":
             continue
         trainer = event["report"]["trainer"]
         if trainer["generation"] == generation and trainer["phase"] == "running":
-            told.append((entry["t"], trainer["marks"]))
+            first.setdefault(event["report"]["host"], (entry["t"], trainer["marks"]))
+    told = list(first.values())
     phases: dict[str, float] = {}
     before_s = 0.0
     for name in PHASES[2:]:

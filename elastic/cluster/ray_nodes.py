@@ -128,16 +128,23 @@ class LocalNodes:
     def kill_node(self, node: str) -> None:
         """SIGKILL the raylet and everything under it, at once; reap the raylet, for its workers take a zombie
         for a living one."""
-        ray_node = self._running.pop(node)
+        ray_node = self._running.pop(self._id_of(node))
         _signal_trees(_roots(ray_node), signal.SIGKILL)
         self._cluster.remove_node(ray_node, allow_graceful=False)
 
     def freeze_node(self, node: str) -> None:
         """SIGSTOP everything on the node: connections stay open and silent, as after a power loss."""
-        _signal_trees(_roots(self._running[node]), signal.SIGSTOP)
+        _signal_trees(_roots(self._running[self._id_of(node)]), signal.SIGSTOP)
 
     def thaw_node(self, node: str) -> None:
-        _signal_trees(_roots(self._running[node]), signal.SIGCONT)
+        _signal_trees(_roots(self._running[self._id_of(node)]), signal.SIGCONT)
+
+    def _id_of(self, node: str) -> str:
+        """The full id of a running node from the short one that hosts report."""
+        found = [known for known in self._running if known.startswith(node)]
+        if len(found) != 1:
+            raise ElasticError(f"{len(found)} of the running nodes {', '.join(self._running)} are called {node}")
+        return found[0]
 
 
 def _roots(node: Any) -> list[int]:
