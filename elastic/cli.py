@@ -172,7 +172,8 @@ class Progress:
                 self._tell(f"{entry['event']['kind']}: {entry['reason']}")
         last = bool(self._recent) and self._recent[-1]["step"] == self._config.steps
         every_s = 0.2 if self._terminal else LINE_EVERY_S
-        if self._recent and entries and (last or time.monotonic() - self._shown_s >= every_s):
+        stepped = any(entry["event"]["kind"] == "StepCompleted" for entry in entries)
+        if stepped and (last or time.monotonic() - self._shown_s >= every_s):
             self._shown_s = time.monotonic()
             print(
                 f"\r\033[K{self._line()}" if self._terminal else self._line(),
@@ -188,10 +189,10 @@ class Progress:
         passed_s = newest["t"] - oldest["t"]
         each_s = passed_s / max(1, newest["step"] - oldest["step"]) if newest["step"] > oldest["step"] else 0.0
         rate = newest["tokens"] / each_s if each_s else 0.0
-        left_s = each_s * (self._config.steps - newest["step"])
+        left_s = round(each_s * (self._config.steps - newest["step"]))
         return (
             f"step {newest['step']}/{self._config.steps}  loss {newest['loss']:.4f}  {rate:,.0f} tokens/s  "
-            f"world {self._world}  generation {newest['generation']}  ETA {left_s / 60:.0f}:{left_s % 60:02.0f}"
+            f"world {self._world}  generation {newest['generation']}  ETA {left_s // 60}:{left_s % 60:02d}"
         )
 
 
