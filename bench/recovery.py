@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.recovery_stock import MODEL, ROWS, Kind, measure_stock
+from bench.recovery_stock import ROWS, SEQ_LEN, Kind, measure_stock
 from elastic.chaos.faults import Fault
 from elastic.chaos.inject import Injector
 from elastic.clock import RealClock
@@ -65,8 +65,9 @@ class Campaign:
         if self._refill:
             nodes.add_node()
             self._refill = False
-        if self._frozen:
-            nodes.thaw_node(self._frozen)
+        if self._frozen:  # Ray has given it up meanwhile: another one takes its place
+            nodes.kill_node(self._frozen)
+            nodes.add_node()
             self._frozen = None
 
     def _full_and_warm(self) -> bool:
@@ -101,7 +102,8 @@ def config(storage: Path) -> Config:
             "storage": str(storage),
             "hosts_min": 2,
             "hosts_max": WORLD,
-            "model": MODEL.model_dump(),
+            "task": "bench.toy:Toy",
+            "model": {"seq_len": SEQ_LEN},
             "batch": {"global_samples": ROWS * WORLD, "micro_samples": ROWS * WORLD},
             "data": {"prepared": str(storage / "data")},
             "evaluation": {"interval_steps": 1_000_000},
@@ -114,7 +116,6 @@ def measure_ours(repeats: int) -> tuple[dict[str, list[Recovery]], list[dict[str
     """Recoveries by kind of fault, and the journal."""
     storage = Path(tempfile.mkdtemp(prefix="elastic-recovery-"))
     kinds = ["kill-trainer"] * repeats + ["kill-node"] * repeats + ["freeze-node"] * repeats
-    # The thaw is ours: a frozen node comes back when its recovery is over.
     campaign = Campaign([Fault(kind=kind, step=1, seconds=1e9) for kind in kinds])
     ended = session.run(config(storage), address=None, observers=[campaign], say=lambda text: print(f"  {text}"))
     assert ended.error is None and campaign.injector is not None, ended.error

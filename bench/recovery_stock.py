@@ -22,13 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from elastic.config import Model
-
 Kind = Literal["trainer", "node"]
 
-# Under 50 ms a step with four workers on two cores.
-MODEL = Model(dim=64, layers=2, heads=2, kv_heads=1, ffn_dim=128, seq_len=64)
-ROWS = 2
+ROWS, SEQ_LEN = 2, 64  # of one rank's batch
 # Reports are polled once per health check (2 s by default), more frequent ones would block the steps.
 CHECKPOINT_STEPS = 100
 TUNED_ENV = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5"}
@@ -36,10 +32,10 @@ RUN_TIMEOUT_S = 660.0
 PHASE_TIMEOUT_S = 300.0
 
 
-def measure_stock(kind: Kind, *, tuned: bool, model: Model = MODEL) -> float:
+def measure_stock(kind: Kind, *, tuned: bool) -> float:
     """Seconds from SIGKILL of one worker ("trainer") or of a whole node ("node") to the next completed optimizer step
     on every rank. RuntimeError: it did not recover, with what it printed."""
-    asked = json.dumps({"kind": kind, "tuned": tuned, "model": model.model_dump()})
+    asked = json.dumps({"kind": kind, "tuned": tuned})
     command = [sys.executable, "-m", "bench.recovery_stock", asked]
     process = subprocess.run(
         command,
@@ -100,7 +96,7 @@ def main() -> None:
     os.environ.update(TUNED_ENV if tuned else {})
     directory = Path(tempfile.mkdtemp(prefix="elastic-stock-"))
     with LocalNodes(nodes=2, hosts_per_node=2, health_check=HEALTH_CHECK if tuned else {}) as nodes:
-        threading.Thread(target=_fit, args=(directory, asked["model"]), daemon=True).start()
+        threading.Thread(target=_fit, args=(directory,), daemon=True).start()
         steps = directory / "steps"
         running = _wait(lambda: _steady(read_steps(steps)), "four ranks past their second checkpoint")
         newest = {line.rank: line for line in running}
@@ -134,41 +130,40 @@ def _steady(steps: list[StepLine]) -> list[StepLine]:
     return steps if len(ready) == 4 else []
 
 
-def _fit(directory: Path, model: dict[str, Any]) -> None:
+def _fit(directory: Path) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     TorchTrainer(
         train,
-        train_loop_config={"model": model, "steps": str(directory / "steps")},
+        train_loop_config={"steps": str(directory / "steps")},
         scaling_config=ScalingConfig(num_workers=(2, 4)),
         run_config=RunConfig(name="stock", storage_path=str(directory), failure_config=FailureConfig(max_failures=-1)),
     ).fit()
 
 
 def train(given: dict[str, Any]) -> None:
-    """One worker: the built-in model under FSDP2 on random tokens, until it is killed."""
+    """One worker: the toy model under FSDP2 on random tokens, until it is killed."""
     import ray
     import ray.train
     import torch
     from torch.distributed.fsdp import fully_shard
 
-    from elastic.model.transformer import Transformer, loss_sum
+    from bench.toy import VOCABULARY, build
+    from elastic.model.transformer import loss_sum
 
     torch.manual_seed(0)
-    model = Transformer(Model.model_validate(given["model"]))
-    for layer in model.layers:
-        fully_shard(layer)
+    model = build()
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     node = ray.get_runtime_context().get_node_id()
     step = _load(model, optimizer)
-    size = (ROWS, model.config.seq_len)
+    size = (ROWS, SEQ_LEN)
     with open(given["steps"], "a", buffering=1) as told:
         while True:
-            tokens = torch.randint(0, model.config.vocab_size, size)
+            tokens = torch.randint(0, VOCABULARY, size)
             loss = loss_sum(model(tokens), tokens) / tokens.numel()
             loss.backward()
             optimizer.step()

@@ -1,7 +1,7 @@
 """The processes of one host, kept up: template, mover, a standby, and at most one trainer that trains.
 
 `tend` is called at each turn and moves everything as far as it goes; nothing here waits. What the coordinator is
-to hear lies in public attributes, `changed` says that some of it is new.
+to hear lies in public attributes; `changed`: some of it must be told at once, `news`: some of it may wait a moment.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Crew:
         self.records: deque[StepRecord] = deque(maxlen=RECORDS_MAX)
         self.uploads: deque[Uploaded] = deque(maxlen=UPLOADS_MAX)
         self.changed = True
+        self.news = False
         self._assignment: Assignment | None = None
 
     @property
@@ -267,6 +268,9 @@ class Crew:
             self.mover.lines.write({"seal": True})
 
     def _hear_mover(self, mover: Mover, message: dict[str, Any]) -> None:
+        if "changed" in message:
+            self.news = True
+            return
         self.changed = True
         if "ready" in message:
             mover.ready = True
@@ -316,11 +320,12 @@ class Crew:
     def _hear_trainer(self, trainer: Trainer, message: dict[str, Any]) -> None:
         if "mark" in message:
             trainer.marks[message["mark"]] = round(message["at_s"] - trainer.ordered_s, 6)
-            self._show("running" if "first_step" in trainer.marks else "starting")
+            if "first_step" in trainer.marks:
+                self._show("running")
         elif "record" in message:
             self.records.append(from_json(message["record"]))
             assert trainer.assignment is not None
-            self.changed |= trainer.assignment.rank == 0  # the others' are told at their end
+            self.news |= trainer.assignment.rank == 0  # the others' are told at their end
         elif "exit" in message:
             trainer.told = Exit(**message["exit"])
 

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 RECORDS_PER_REPORT = 1_000
 UPLOAD_AGAIN_S = 2.0
+NEWS_WAIT_S = 0.004  # a step's record, seal and partner copy come within a few ms: one report for all of them
 TENSORS_PER_BLOCK = 9
 TENSORS_BESIDE = 3
 
@@ -121,6 +122,7 @@ class _Host:
         self._connected = False
         self._seq = 0
         self._reported_s = 0.0
+        self._news_s: float | None = None
 
     def run(self, stopped: Callable[[], bool]) -> str:
         while not stopped():
@@ -195,8 +197,12 @@ class _Host:
         reconnected = self._client.connected and not self._connected
         self._connected = self._client.connected
         late = now_s - self._reported_s >= self._settings.config.control.heartbeat_s
-        if self._connected and (self._crew.changed or late or reconnected):
-            self._crew.changed = False
+        if self._crew.news and self._news_s is None:
+            self._news_s = now_s
+        due = self._news_s is not None and now_s - self._news_s >= NEWS_WAIT_S
+        if self._connected and (self._crew.changed or due or late or reconnected):
+            self._crew.changed = self._crew.news = False
+            self._news_s = None
             self._reported_s = now_s
             self._client.send(self._report())
 
@@ -242,5 +248,7 @@ class _Host:
         heartbeat_s = self._reported_s + self._settings.config.control.heartbeat_s - now_s
         if not self._client.connected:
             heartbeat_s = self._settings.config.control.heartbeat_s
+        if self._news_s is not None:
+            heartbeat_s = min(heartbeat_s, self._news_s + NEWS_WAIT_S - now_s)
         wait_s = min(heartbeat_s, self._client.wait_s(), self._crew.next_s() - now_s)
         poller.poll(max(0.0, wait_s) * 1000 + 0.5)

@@ -54,7 +54,7 @@ class _Heard:
 
     report: Report
     at_s: float
-    told: Report | None = None
+    told: tuple[Any, ...] | None = None
     progress: tuple[int, int] = (0, 0)
     sent: Order | None = None
     sent_s: float = 0.0
@@ -87,7 +87,7 @@ class Driver:
         self._progress_s = clock.now_s()
         self._turn_s = clock.now_s()
         for host, report in self.state.hosts.items():
-            self._heard[host] = _Heard(report=report, at_s=self._turn_s, told=report)
+            self._heard[host] = _Heard(report=report, at_s=self._turn_s, told=_told(report))
 
     def turn(self, timeout_s: float) -> bool:
         """One round. True when the run has ended (orders to finish are sent)."""
@@ -151,11 +151,10 @@ class Driver:
         if safe is not None:
             self.take(events.StepSafe(key=safe))
         self._uploads.observe(report)
-        told = significant(report)
-        unheard = report.host in self.state.silent
-        if heard.told is None or unheard or replace(heard.told, seq=0) != replace(told, seq=0):
+        told = _told(report)
+        if heard.told != told or report.host in self.state.silent:
             heard.told = told
-            self.take(events.HostReported(report=told))
+            self.take(events.HostReported(report=significant(report)))
 
     def _silences(self) -> Iterable[events.HostSilent]:
         now_s = self._clock.now_s()
@@ -254,19 +253,19 @@ class Driver:
         }
 
 
-def significant(report: Report) -> Report:
-    """The part of a report that `decide` uses. What changes at every step has its own facts."""
+def _told(report: Report) -> tuple[Any, ...]:
+    """What of a report `decide` is to hear of when it changes. What changes at every step has its own facts."""
     trainer = report.trainer
     busy = trainer.phase in ("starting", "running")
-    return replace(
-        report,
-        steps=(),
-        step=0,
-        uploads=(),
-        skipped=0,
-        holdings=() if busy else report.holdings,
-        trainer=trainer if trainer.phase != "starting" else replace(trainer, marks={}),
-    )
+    marks = len(trainer.marks) if trainer.phase != "starting" else 0
+    told = (trainer.phase, trainer.generation, trainer.pid, trainer.exit, marks)
+    return (report.ready, report.warm, report.mover, report.store, report.pids, told, None if busy else report.holdings)
+
+
+def significant(report: Report) -> Report:
+    """The report without what `decide` does not use; while a trainer runs, its holdings change at every step."""
+    busy = report.trainer.phase in ("starting", "running")
+    return replace(report, steps=(), step=0, uploads=(), skipped=0, holdings=() if busy else report.holdings)
 
 
 def _entry(
