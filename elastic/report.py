@@ -18,7 +18,9 @@ from elastic.data.shards import Corpus
 from elastic.telemetry import journal, ledger
 from elastic.telemetry.lineage import lineage
 
-PHASES = ("detect", "stop", "start", "group", "build", "restore", "first_step")
+PHASES = ("detect", "stop", "decide", "fork", "rendezvous", "build", "restore", "first step")
+# The trainers' marks, in the order in which they pass.
+MARKS = {"start": "fork", "group": "rendezvous", "build": "build", "restore": "restore", "first_step": "first step"}
 
 
 class ReportError(ElasticError):
@@ -29,10 +31,11 @@ class ReportError(ElasticError):
 class Recovery:
     """One incident, from what broke to the first completed step of every rank of the generation that followed.
 
-    phases: seconds by name. detect: from the fault (where its time is known) to the decision; stop: until the next
-    generation is ordered, trainers reaped; then the slowest rank's start (standby or fork), group (rendezvous),
-    build, restore, first_step. first_step_s: from the fault or the decision to the last rank's first step.
-    new_step_s: to the first step that had not been completed before. redone: steps done again.
+    phases: seconds by name; they sum to first_step_s. detect: from the fault (where its time is known) to the
+    decision to stop; stop: until all trainers are reaped; then the slowest rank's fork (or standby), rendezvous,
+    build, restore, first step; decide: what is left, deciding, telling the hosts and hearing from them.
+    first_step_s: from the fault or the decision to the last rank's first step. new_step_s: to the first step that had
+    not been completed before. redone: steps done again.
     """
 
     number: int
@@ -90,6 +93,8 @@ def _recovery(entries: Sequence[dict[str, Any]], first: int, last: int, faults_a
     start = _started(entries[started])
     assert start is not None
     marks, all_ran_s = _marks(entries[started:], start["generation"])
+    first_step_s = max(all_ran_s, entries[last]["t"]) - fault_s
+    marks = {"detect": broken_s - fault_s, "stop": entries[started]["t"] - broken_s, **marks}
     highest = max((_step(entry) for entry in entries[:first]), default=0)
     new_s = next((e["t"] for e in entries[last:] if _step(e) > highest), None)
     return Recovery(
@@ -99,8 +104,8 @@ def _recovery(entries: Sequence[dict[str, Any]], first: int, last: int, faults_a
         generation=start["generation"],
         world=len(start["hosts"]),
         tier=start["tier"],
-        phases={"detect": broken_s - fault_s, "stop": entries[started]["t"] - broken_s, **marks},
-        first_step_s=max(all_ran_s, entries[last]["t"]) - fault_s,
+        phases={**marks, "decide": max(0.0, first_step_s - sum(marks.values()))},
+        first_step_s=first_step_s,
         new_step_s=None if new_s is None else new_s - fault_s,
         redone=max(0, highest - start["step"]),
     )
@@ -128,8 +133,8 @@ def _marks(entries: Sequence[dict[str, Any]], generation: int) -> tuple[dict[str
     told = list(first.values())
     phases: dict[str, float] = {}
     before_s = 0.0
-    for name in PHASES[2:]:
-        until_s = max((marks.get(name, 0.0) for _, marks in told), default=0.0)
+    for mark, name in MARKS.items():
+        until_s = max((marks.get(mark, 0.0) for _, marks in told), default=0.0)
         phases[name] = max(0.0, until_s - before_s)
         before_s = max(before_s, until_s)
     return phases, max((at_s for at_s, _ in told), default=0.0)

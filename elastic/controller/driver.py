@@ -232,6 +232,7 @@ class Driver:
             "safe_step": state.safe.step if state.safe else None,
             "durable_step": state.durable_step,
             "incidents": state.incidents,
+            "waiting_for": state.waiting_for,
             "failure": state.failure,
             "detail": state.detail,
             "members": list(state.members),

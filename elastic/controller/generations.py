@@ -32,10 +32,10 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
     enough = len(available(state)) >= hosts_wanted(config, state.step)[0]
     if members is None:
         since_s = (state.enough_since_s or now_s) if enough else None
-        waiting = replace(state, enough_since_s=since_s)
+        waiting = replace(state, enough_since_s=since_s, waiting_for=reason)
         if not enough and now_s - state.since_s > config.control.hosts_wait_s:
             return fail(waiting, "not enough hosts", f"{reason} for {config.control.hosts_wait_s:.0f} s", now_s)
-        return Decision(state=waiting)
+        return Decision(state=waiting, reason=reason if reason != state.waiting_for else "")
     restore, tier = sources.choose(state.present, members, state.durable)
     step = restore.key.step if restore else 0
     until_step = step if state.stop_why else pause_step(config, step)
@@ -56,6 +56,7 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
         drain_since_s=0.0,
         enough_since_s=None,
         candidate_since_s=None,
+        waiting_for="",
     )
     action = StartGeneration(
         generation=generation,

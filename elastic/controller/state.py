@@ -57,8 +57,8 @@ class RunState:
 
     `hosts`: newest report of each live host. `silent`: those of them that nothing is heard of; they take no part
     until they report again, and then find that their generation is over. `gone`: ids that may never take part
-    again. `keep`: what hosts may not overwrite. `enough_since_s`: since when WAITING has
-    had hosts_min ready hosts, None while it has not.
+    again. `keep`: what hosts may not overwrite. `waiting_for`: why no membership forms. `enough_since_s`: since when
+    WAITING has had hosts_min ready hosts, None while it has not.
     """
 
     run: str = ""
@@ -83,6 +83,7 @@ class RunState:
     draining: str = ""
     drain_since_s: float = 0.0
     stop_why: str = ""
+    waiting_for: str = ""
     enough_since_s: float | None = None
     candidate_since_s: float | None = None
     incident: Incident | None = None
