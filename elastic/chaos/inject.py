@@ -94,11 +94,11 @@ class Injector:
         name = fault.kind.partition("-")[2]
         pid = report["pids"][name]
         if fault.kind == "freeze-host":
-            family = _family(pid)
-            _signal(family, signal.SIGSTOP)
-            self._thaws.append((self.now_s() + fault.seconds, lambda: _signal(family, signal.SIGCONT)))
+            pids = family(pid)
+            send_signal(pids, signal.SIGSTOP)
+            self._thaws.append((self.now_s() + fault.seconds, lambda: send_signal(pids, signal.SIGCONT)))
         else:
-            _signal([pid], signal.SIGKILL)
+            send_signal([pid], signal.SIGKILL)
         return f"{name} of rank {rank} ({report['host']}, pid {pid})"
 
     def _break_node(self, fault: Fault, node: str) -> str:
@@ -117,17 +117,17 @@ class Injector:
             thaw()
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """`pid` and its living descendants, parents first."""
     found = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread ended meanwhile
             for child in task.read_text().split():
-                found += _family(int(child))
+                found += family(int(child))
     return found
 
 
-def _signal(pids: list[int], number: signal.Signals) -> None:
+def send_signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

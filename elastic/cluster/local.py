@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from elastic.chaos.inject import family, send_signal
 from elastic.cluster.host import HostSettings, run_host
 from elastic.cluster.stream import Server
 from elastic.config import Config
@@ -84,18 +84,18 @@ class LocalCluster:
     def pids(self, node: str) -> list[int]:
         """All processes of a node: its hosts and what descends from them."""
         hosts = [process.pid for (name, _), process in self._hosts.items() if name == node]
-        return [pid for host in hosts for pid in _family(host)]
+        return [pid for host in hosts for pid in family(host)]
 
     def kill_node(self, node: str) -> None:
         """SIGKILL to everything of the node, as a power loss would."""
-        self._signal(self.pids(node), signal.SIGKILL)
+        send_signal(self.pids(node), signal.SIGKILL)
 
     def freeze_node(self, node: str) -> None:
         """SIGSTOP to everything of the node: it goes silent, its connections stay."""
-        self._signal(self.pids(node), signal.SIGSTOP)
+        send_signal(self.pids(node), signal.SIGSTOP)
 
     def thaw_node(self, node: str) -> None:
-        self._signal(self.pids(node), signal.SIGCONT)
+        send_signal(self.pids(node), signal.SIGCONT)
 
     def wait(self, timeout_s: float) -> dict[tuple[str, int], int]:
         """Exit codes by (node, slot), once all hosts have ended. TimeoutExpired: one has not."""
@@ -105,24 +105,9 @@ class LocalCluster:
         """Kill what is left, and wait for it."""
         for process in self._hosts.values():
             if process.poll() is None:
-                self._signal(_family(process.pid), signal.SIGKILL)
+                send_signal(family(process.pid), signal.SIGKILL)
         self.wait(STOP_TIMEOUT_S)
         self._server.close()
-
-    def _signal(self, pids: list[int], number: signal.Signals) -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-
-def _family(pid: int) -> list[int]:
-    """`pid` and its living descendants, parents first."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread ended meanwhile
-            for child in task.read_text().split():
-                found += _family(int(child))
-    return found
 
 
 def _to_json(settings: HostSettings) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from elastic.controller import generations, recovery
 from elastic.controller.actions import CommitCheckpoint, EvictHost, KeepSnapshot, UploadSnapshot
 from elastic.controller.membership import node_of
 from elastic.controller.state import ALIVE, TERMINAL, Decision, Phase, RunState, check
+from elastic.health import silence
 
 GENERATIONS_TOLD_MAX = 64
 
@@ -85,17 +86,17 @@ def _host_gone(state: RunState, event: events.HostGone, now_s: float, config: Co
 
 
 def _host_silent(state: RunState, event: events.HostSilent, now_s: float, config: Config) -> Decision:
-    """Silence is a verdict only where stopped steps back it; a host without a part in the steps is just left out."""
-    if event.host not in state.hosts or event.host in state.silent or event.silent_s <= config.control.silence_s:
+    if event.host not in state.hosts or event.host in state.silent:
         return Decision(state=state)
-    takes_part = event.host in state.members and state.phase in ALIVE
+    member = event.host in state.members and state.phase in ALIVE
     source = state.phase is Phase.STARTING and recovery.is_source(state, event.host)
-    if takes_part and event.stalled_s <= config.control.silence_s:
-        return Decision(state=state)
-    detail = f"nothing heard for {event.silent_s:.1f} s"
-    if takes_part or source:
-        detail += f", no step for {event.stalled_s:.1f} s"
-    return recovery.host_silent(state, event.host, detail, now_s, config)
+    lost, why = silence.verdict(
+        silent_s=event.silent_s,
+        stalled_s=event.stalled_s,
+        limit_s=config.control.silence_s,
+        takes_part=member or source,
+    )
+    return recovery.host_silent(state, event.host, why, now_s, config) if lost else Decision(state=state)
 
 
 def _step_completed(state: RunState, event: events.StepCompleted, now_s: float, _: Config) -> Decision:
