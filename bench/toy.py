@@ -3,8 +3,6 @@ under 50 ms with four trainers on two cores, where each collective costs about 8
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
@@ -12,9 +10,7 @@ from elastic.config import Config
 from elastic.data.loader import MicroBatch
 from elastic.model.transformer import loss_sum
 from elastic.worker.context import Context
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from elastic.worker.shards import local_part
 
 VOCABULARY = 257
 WIDTH = 32
@@ -54,10 +50,5 @@ def _loss(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 def _initialise(model: nn.Module, seed: int) -> None:
     torch.manual_seed(seed)
-    for parameter in _local(model):
-        nn.init.normal_(parameter, std=0.02)
-
-
-def _local(model: nn.Module) -> Iterator[Tensor]:
     for parameter in model.parameters():
-        yield parameter.detach().to_local()  # type: ignore[attr-defined]  # a DTensor after parallelize
+        nn.init.normal_(local_part(parameter), std=0.02)

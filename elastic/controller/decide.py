@@ -17,6 +17,7 @@ from elastic.controller.actions import CommitCheckpoint, EvictHost, KeepSnapshot
 from elastic.controller.membership import node_of
 from elastic.controller.state import ALIVE, TERMINAL, Decision, Phase, RunState, check
 from elastic.health import silence
+from elastic.plan import SnapshotKey
 
 GENERATIONS_TOLD_MAX = 64
 
@@ -163,7 +164,7 @@ def _commit_failed(state: RunState, event: events.CommitFailed, now_s: float, _:
     return Decision(state=after, reason=f"checkpoint of step {event.key.step} failed: {event.reason}")
 
 
-def _released(state: RunState) -> Any:
+def _released(state: RunState) -> SnapshotKey | None:
     """The newest safe snapshot of this generation, else what was kept."""
     newest = state.safe
     return newest if newest is not None and newest.generation == state.generation else state.keep
@@ -293,18 +294,10 @@ def _stopping(state: RunState, now_s: float, config: Config) -> Decision:
     )
 
 
-def _waiting(state: RunState, now_s: float, config: Config) -> Decision:
-    return generations.start(state, now_s, config)
-
-
-def _saving(state: RunState, now_s: float, config: Config) -> Decision:
-    return generations.save(state, now_s, config)
-
-
 _PHASE: dict[Phase, Callable[[RunState, float, Config], Decision]] = {
-    Phase.WAITING: _waiting,
+    Phase.WAITING: generations.start,
     Phase.STARTING: _starting,
     Phase.RUNNING: _running,
     Phase.STOPPING: _stopping,
-    Phase.SAVING: _saving,
+    Phase.SAVING: generations.save,
 }

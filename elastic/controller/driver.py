@@ -277,7 +277,7 @@ def _entry(
         "schema": journal.SCHEMA,
         "t": now_s,
         "event": events.to_json(event),
-        "actions": [action_json(action) for action in actions],
+        "actions": [events.to_json(action) for action in actions],
         "reason": reason,
         "phase": str(state.phase),
         "generation": state.generation,
@@ -294,10 +294,6 @@ def _incident(state: RunState) -> dict[str, Any] | None:
     if incident is None:
         return None
     return {"number": incident.number, "failure": incident.failure, "rank": incident.rank, "hosts": incident.hosts}
-
-
-def action_json(action: Any) -> dict[str, Any]:
-    return events.to_json(action)
 
 
 def replay(entries: Iterable[dict[str, Any]], config: Config) -> RunState:
