@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 JOB ?= jobs/quickstart.yaml
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test setup setup-dev check unit sim process chaos bench clean
+.PHONY: train test setup setup-dev check unit sim process chaos campaign bench clean
 
 train: setup
 	$(VENV)/bin/elastic train $(JOB)
@@ -38,6 +38,11 @@ process: setup-dev
 
 chaos: setup-dev
 	$(PY) -m pytest tests/chaos
+
+# Long, with new random examples and seeds; not a part of `make test`.
+campaign: setup-dev
+	$(PY) -m pytest --hypothesis-profile=campaign --timeout=600 $$(grep -rl hypothesis.strategies tests)
+	$(PY) -m tests.sim 300 2300
 
 bench: setup
 	$(PY) -m bench.recovery

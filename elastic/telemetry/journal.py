@@ -6,6 +6,7 @@ a bad line with good ones after it is damage and an error.
 
 from __future__ import annotations
 
+import io
 import json
 import zlib
 from collections.abc import Iterator
@@ -28,18 +29,15 @@ def decode(line: bytes) -> dict[str, Any] | None:
     """The entry, or None if the line is torn or damaged."""
     if not line.endswith(b"\n") or line[8:9] != b" ":
         return None
-    try:
-        if int(line[:8], 16) != zlib.crc32(line[9:-1]):
-            return None
-        entry = json.loads(line[9:])
-    except ValueError:
+    if line[:8] != b"%08x" % zlib.crc32(line[9:-1]):
         return None
-    return entry if isinstance(entry, dict) else None
+    entry: dict[str, Any] = json.loads(line[9:])
+    return entry
 
 
 def read(data: bytes, name: str = "journal") -> Iterator[dict[str, Any]]:
     """Entries in order, up to a torn tail."""
-    lines = data.splitlines(keepends=True)
+    lines = io.BytesIO(data).readlines()
     for index, line in enumerate(lines):
         entry = decode(line)
         if entry is None:

@@ -13,7 +13,7 @@ def main(first: int, last: int | None = None) -> None:
         return
     for seed in range(first, last):
         play(seed)
-        print(f"seed {seed} holds", flush=True)
+        print(f"seed {seed} holds", end="\r", flush=True)
 
 
 if __name__ == "__main__":

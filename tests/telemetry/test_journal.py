@@ -23,12 +23,25 @@ def test_truncated_anywhere_gives_a_clean_prefix(length: int) -> None:
     assert length - whole < len(journal.encode(ENTRIES[min(len(found), 2)]))
 
 
-@given(st.integers(0, len(DATA) - len(journal.encode(ENTRIES[-1])) - 1), st.integers(1, 255))
-def test_damage_before_good_lines_is_an_error_or_a_shorter_prefix(at: int, flip: int) -> None:
+# Every byte up to the newline before the last entry: with that one damaged, the last two lines are one bad tail.
+BEFORE_THE_LAST = len(DATA) - len(journal.encode(ENTRIES[-1]))
+
+
+@given(st.integers(0, BEFORE_THE_LAST - 2), st.integers(1, 255))
+def test_damage_before_good_lines_is_an_error(at: int, flip: int) -> None:
     damaged = bytearray(DATA)
     damaged[at] ^= flip
     with pytest.raises(journal.JournalError, match="damaged"):
         list(journal.read(bytes(damaged)))
+
+
+@given(st.integers(BEFORE_THE_LAST - 1, len(DATA) - 1), st.integers(1, 255))
+def test_damage_of_the_tail_is_a_shorter_prefix(at: int, flip: int) -> None:
+    damaged = bytearray(DATA)
+    damaged[at] ^= flip
+    found = list(journal.read(bytes(damaged)))
+    assert found == ENTRIES[: len(found)]
+    assert len(found) < len(ENTRIES)
 
 
 def test_append_cuts_the_torn_tail(tmp_path: Path) -> None:
