@@ -41,6 +41,7 @@ TOKEN_S = 30.0
 UPLOAD_S = 600.0
 BUSY_S = 0.01  # between tries while the partner has no room: a newer safe step makes some
 PAUSE_S = 0.5  # most, between tries after errors
+NEWS_WAIT_S = 0.004  # a seal and a received copy of the same step come close together: told as one
 BACKLOG_BYTES = 1 << 20  # a host that does not read its control socket loses news, not the mover
 _PR_SET_PDEATHSIG = 1
 
@@ -76,6 +77,7 @@ class Mover:
         self._written = asyncio.Event()
         self._news = {"send": asyncio.Event(), "upload": asyncio.Event()}
         self._sealing = asyncio.Lock()
+        self._changed_call: asyncio.TimerHandle | None = None
         self._sender: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -88,7 +90,7 @@ class Mover:
         if not first:
             return
         self._token: str = json.loads(first)["token"]
-        self._peers = Peers(self._arena, self._token, lambda: self._tell({"changed": True}))
+        self._peers = Peers(self._arena, self._token, self._changed)
         asyncio.get_running_loop().add_reader(self._wake, self._on_wake)
         self._tell({"ready": True})
         for job in (self._accept(), self._seal_when_written(), self._upload_when_wanted()):
@@ -121,6 +123,14 @@ class Mover:
     def _tell(self, message: dict[str, Any]) -> None:
         if self._control.transport.get_write_buffer_size() < BACKLOG_BYTES:
             self._control.write((json.dumps(message) + "\n").encode())
+
+    def _changed(self) -> None:
+        if self._changed_call is None:
+            self._changed_call = asyncio.get_running_loop().call_later(NEWS_WAIT_S, self._tell_changed)
+
+    def _tell_changed(self) -> None:
+        self._changed_call = None
+        self._tell({"changed": True})
 
     def _obey(self, message: dict[str, Any]) -> None:
         if "generation" in message:
@@ -168,7 +178,7 @@ class Mover:
                 await asyncio.sleep(0)  # peers are served meanwhile
         array = np.array(crcs, dtype=np.uint32)
         if buffer.seal(sequence, array, zlib.crc32(buffer.table() + array.tobytes())):
-            self._tell({"changed": True})
+            self._changed()
             for news in self._news.values():
                 news.set()
 

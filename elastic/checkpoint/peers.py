@@ -19,7 +19,7 @@ import numpy as np
 from elastic.checkpoint.arena import Arena, Buffer, State
 from elastic.checkpoint.blocks import SUB_BLOCK
 from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.shard import Shard, facts_nbytes, key_of, of_buffer, of_header
+from elastic.checkpoint.shard import Shard, facts_nbytes, is_small, key_of, of_buffer, of_header
 from elastic.checkpoint.wire import (
     FACTS_BYTES_MAX,
     FRAME_BYTES_MAX,
@@ -35,6 +35,8 @@ PROGRESS_S = 2.0  # a peer that moves less than a sub-block in this time is give
 IDLE_S = 600.0  # a connection without a request is closed; its owner opens another when it needs one
 CONNECTIONS_MAX = 512
 HELLO_BYTES_MAX = 4096
+READ_AHEAD_BYTES = 256 << 10
+_CLOSED = "the peer closed the connection"
 
 Answer = Literal["done", "have", "busy"]
 
@@ -47,6 +49,7 @@ class Pipe:
         tune(sock)
         self._sock = sock
         self._loop = asyncio.get_running_loop()
+        self._ahead = bytearray()  # read together with a frame, not asked for yet
 
     @classmethod
     async def connect(cls, endpoint: Endpoint, token: str) -> Pipe:
@@ -73,19 +76,37 @@ class Pipe:
 
     async def fill(self, into: memoryview, limit_s: float = PROGRESS_S) -> None:
         """`into` is at most a sub-block or so: the limit is on the whole of it."""
+        there = min(len(into), len(self._ahead))
+        into[:there] = self._ahead[:there]
+        del self._ahead[:there]
+        if there == len(into):
+            return
+        into = into[there:]
         async with asyncio.timeout(limit_s):
             while into:
                 got = await self._loop.sock_recv_into(self._sock, into)
                 if not got:
-                    raise ConnectionResetError("the peer closed the connection")
+                    raise ConnectionResetError(_CLOSED)
                 into = into[got:]
 
     async def hear(self, *, limit_s: float = PROGRESS_S, bytes_max: int = FRAME_BYTES_MAX) -> dict[str, Any]:
-        head = bytearray(LENGTH.size)
-        await self.fill(memoryview(head), limit_s)
-        body = bytearray(frame_length(head, bytes_max))
-        await self.fill(memoryview(body))
+        await self._read_ahead(LENGTH.size, limit_s)
+        end = LENGTH.size + frame_length(self._ahead[: LENGTH.size], bytes_max)
+        await self._read_ahead(end, PROGRESS_S)
+        body = self._ahead[LENGTH.size : end]
+        del self._ahead[:end]
         return parse(body)
+
+    async def _read_ahead(self, count: int, limit_s: float) -> None:
+        """At least `count` bytes; what follows them comes along, so that a small message costs one read."""
+        if len(self._ahead) >= count:
+            return
+        async with asyncio.timeout(limit_s):
+            while len(self._ahead) < count:
+                chunk = await self._loop.sock_recv(self._sock, READ_AHEAD_BYTES)
+                if not chunk:
+                    raise ConnectionResetError(_CLOSED)
+                self._ahead += chunk
 
     def close(self) -> None:
         self._sock.close()
@@ -98,15 +119,18 @@ class Partner:
         self._endpoint = endpoint
         self._token = token
         self._pipe: Pipe | None = None
+        self._was_busy = False
 
     async def push(self, shard: Shard, data: memoryview) -> Answer:
         """OSError, TimeoutError: unreachable or silent. CheckpointError: it refused, or the CRC failed there."""
         try:
             self._pipe = self._pipe or await Pipe.connect(self._endpoint, self._token)
-            return await _push(self._pipe, shard, data)
+            answer = await _push(self._pipe, shard, data, ask_first=self._was_busy or not is_small(shard.header()))
         except BaseException:
             self.close()
             raise
+        self._was_busy = answer == "busy"
+        return answer
 
     def close(self) -> None:
         if self._pipe is not None:
@@ -114,15 +138,30 @@ class Partner:
         self._pipe = None
 
 
-async def _push(pipe: Pipe, shard: Shard, data: memoryview) -> Answer:
-    await pipe.tell({"push": shard.header()})
-    answer = await pipe.hear()
-    if "go" not in answer:
-        return "busy" if "busy" in answer else "have"
-    await pipe.send(shard.facts())
-    await pipe.send(data)
-    await pipe.hear()
-    return "done"
+async def _push(pipe: Pipe, shard: Shard, data: memoryview, *, ask_first: bool) -> Answer:
+    if ask_first:
+        await pipe.tell({"push": shard.header()})
+        answer = await pipe.hear()
+        if "go" in answer:
+            await pipe.send(shard.facts())
+            await pipe.send(data)
+            answer = await pipe.hear()
+    else:
+        request = frame({"push": shard.header(), "whole": True})
+        await pipe.send(b"".join((request, shard.facts(), data)))
+        answer = await pipe.hear()
+    return "busy" if "busy" in answer else "have" if "have" in answer else "done"
+
+
+class _Arrived:
+    """Bytes that came with their request, read like a pipe."""
+
+    def __init__(self, data: bytearray) -> None:
+        self._rest = memoryview(data)
+
+    async def fill(self, into: memoryview) -> None:
+        into[:] = self._rest[: len(into)]
+        self._rest = self._rest[len(into) :]
 
 
 class Peers:
@@ -162,7 +201,7 @@ class Peers:
     async def _answer(self, pipe: Pipe, request: dict[str, Any]) -> None:
         try:
             if "push" in request:
-                await self._receive(pipe, request["push"])
+                await self._receive(pipe, request["push"], is_whole=request.get("whole", False))
             elif "describe" in request:
                 shard = of_buffer(self._sealed(request["describe"], request["rank"]))
                 await pipe.tell(shard.header())
@@ -191,7 +230,8 @@ class Peers:
         if buffer.sequence != sequence:  # the reader's CRCs would find it as well; this says it sooner
             raise ConnectionAbortedError("the buffer was reused while it was read")
 
-    async def _receive(self, pipe: Pipe, header: dict[str, Any]) -> None:
+    async def _receive(self, pipe: Pipe, header: dict[str, Any], *, is_whole: bool) -> None:
+        arrived = await _rest_of(pipe, header) if is_whole else None  # first: refused or not, the pipe stays in step
         key, rank = key_of(header["key"]), header["rank"]
         if key.generation < self._arena.board.generation:
             raise CheckpointError(f"{key} is of an older generation than {self._arena.board.generation}")
@@ -209,11 +249,14 @@ class Peers:
         buffer.check_fits(header["nbytes"], header["table_nbytes"])
         self._filling.add(place)
         try:
-            await self._fill(pipe, buffer, header)
+            if arrived is None:
+                await pipe.tell({"go": True})
+            await self._fill(arrived or pipe, buffer, header)
         finally:
             self._filling.discard(place)
             if buffer.state == State.WRITING:
                 buffer.free()
+        await pipe.tell({"done": True})
 
     def _place(self, key: SnapshotKey, rank: int) -> int | None:
         """A received buffer to fill; None while there is none, or while `rank` has a copy here that is not safe yet:
@@ -230,34 +273,43 @@ class Peers:
         ]
         return min(free)[2] if free else None
 
-    async def _fill(self, pipe: Pipe, buffer: Buffer, header: dict[str, Any]) -> None:
-        await pipe.tell({"go": True})
+    async def _fill(self, source: Pipe | _Arrived, buffer: Buffer, header: dict[str, Any]) -> None:
         facts = bytearray(facts_nbytes(header))
         for at in range(0, len(facts), SUB_BLOCK):
-            await pipe.fill(memoryview(facts)[at : at + SUB_BLOCK])
+            await source.fill(memoryview(facts)[at : at + SUB_BLOCK])
         try:
             shard = of_header(header, bytes(facts))
-        except CheckpointError as error:  # its data is on the way: only a new connection is in step again
+        except CheckpointError as error:
+            if isinstance(source, _Arrived):
+                raise
+            # Its data is on the way: only a new connection is in step again.
             raise ConnectionAbortedError(str(error)) from error
         lost = buffer.holding() is not None
         buffer.begin(shard.key, rank=shard.rank, world=shard.world, nbytes=shard.nbytes, table=shard.table)
         if lost:
             self._changed()
-        damaged = await self._fill_data(pipe, shard, buffer.view)
+        damaged = await self._fill_data(source, shard, buffer.view)
         if damaged is not None:
             raise CheckpointError(shard.damage(damaged, where="received by the partner"))
         buffer.finish()
         buffer.seal(buffer.sequence, shard.crcs, zlib.crc32(facts))
         self._changed()
-        await pipe.tell({"done": True})
 
-    async def _fill_data(self, pipe: Pipe, shard: Shard, data: memoryview) -> int | None:
+    async def _fill_data(self, source: Pipe | _Arrived, shard: Shard, data: memoryview) -> int | None:
         """Reads all of it, so that the connection stays in step; returns the first damaged sub-block."""
         damaged = None
         for i, at in enumerate(range(0, len(data), SUB_BLOCK)):
             piece = data[at : at + SUB_BLOCK]
-            await pipe.fill(piece)
+            await source.fill(piece)
             await asyncio.sleep(0)  # a fast peer does not hold up the others
             if damaged is None and zlib.crc32(piece) != np.uint32(shard.crcs[i]):
                 damaged = i
         return damaged
+
+
+async def _rest_of(pipe: Pipe, header: dict[str, Any]) -> _Arrived:
+    if not is_small(header):
+        raise ConnectionAbortedError(f"a shard of {header['nbytes']} bytes was sent unasked; only small ones may be")
+    data = bytearray(facts_nbytes(header) + header["nbytes"])
+    await pipe.fill(memoryview(data))
+    return _Arrived(data)

@@ -107,6 +107,11 @@ def facts_nbytes(header: dict[str, Any]) -> int:
     return int(header["table_nbytes"]) + 4 * sub_blocks(header["nbytes"])
 
 
+def is_small(header: dict[str, Any]) -> bool:
+    """Whether to send it whole, unasked: that may be in vain, and saves two round trips."""
+    return int(header["nbytes"]) <= SUB_BLOCK and facts_nbytes(header) <= SUB_BLOCK
+
+
 def key_of(raw: Any) -> SnapshotKey:
     generation, step = raw
     return SnapshotKey(generation=int(generation), step=int(step))

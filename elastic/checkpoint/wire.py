@@ -6,6 +6,7 @@ The first frame is {"hello": token}. Then requests, one at a time:
     {"describe": [generation, step], "rank": r}                 -> header (shard.py), then its facts
     {"read": [generation, step], "rank": r, "spans": [[a, b]]}  -> {"nbytes": n}, then the spans' bytes
     {"push": header}    -> {"busy": why} or {"have": true} or {"go": true}; after go: facts, data -> {"done": true}
+    {"push": header, "whole": true}, facts, data   (a small shard) -> {"busy": why} or {"have": true} or {"done": true}
 
 {"error": sentence} answers what can't be done.
 """

@@ -88,7 +88,8 @@ class Lines:
             self._pending.clear()
 
     def read(self) -> list[dict[str, Any]]:
-        """Whole lines that have arrived; at the end of the stream the descriptor is closed."""
+        """Whole lines that have arrived, and what waits is sent; at the end of the stream the descriptor is closed."""
+        self.flush()
         with contextlib.suppress(BlockingIOError):
             while self.sock.fileno() >= 0:
                 try:

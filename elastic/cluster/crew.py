@@ -126,7 +126,7 @@ class Crew:
     # ---------------------------------------------------------------- the turn
 
     def watched(self) -> dict[int, bool]:
-        """Descriptors to wait for, each with whether for writing too."""
+        """Descriptors to wait for before the next `tend`, each with whether for writing too."""
         found: dict[int, bool] = {}
         if self.template is not None:
             found[self.template.control.fileno()] = found[self.template.pidfd] = False
@@ -135,7 +135,8 @@ class Crew:
             found[self.mover.lines.sock.fileno()] = self.mover.lines.writing
         for trainer in (self.trainer, self.standby):
             if trainer is not None:
-                found[trainer.lines.sock.fileno()] = trainer.lines.writing
+                if not self._can_wait(trainer):
+                    found[trainer.lines.sock.fileno()] = trainer.lines.writing
                 if trainer.dead_s is None:
                     found[trainer.pidfd] = False
         found.pop(-1, None)
@@ -147,6 +148,12 @@ class Crew:
         if self.trainer is not None and self.trainer.dead_s is not None:
             times.append(self.trainer.dead_s + STATUS_TIMEOUT_S)
         return min(times, default=float("inf"))
+
+    def _can_wait(self, trainer: Trainer) -> bool:
+        """Whether it has nothing to say that is worth a wake-up: a record of another rank than 0 is told at its end,
+        and that shows at the pidfd."""
+        assignment = trainer.assignment
+        return assignment is not None and assignment.rank > 0 and "first_step" in trainer.marks
 
     def tend(self) -> None:
         """Read what was said, bury the dead, start what is missing. HostError: it can't be done."""

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 RECORDS_PER_REPORT = 1_000
 UPLOAD_AGAIN_S = 2.0
-NEWS_WAIT_S = 0.004  # a step's record, seal and partner copy come within a few ms: one report for all of them
+NEWS_WAIT_S = 0.008  # a step's record, seal and partner copy come within a few ms: one report for all of them
 TENSORS_PER_BLOCK = 9
 TENSORS_BESIDE = 3
 

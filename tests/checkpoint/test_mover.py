@@ -267,8 +267,8 @@ def test_damaged_facts_and_old_generations_are_refused(tmp_path: Path) -> None:
     with hosts(tmp_path, 1) as (a,):
         peer = RawPeer(a)
         assert peer.ask({"push": shard.header()}) == {"go": True}
-        peer.sock.sendall(b"X" + shard.facts()[1:] + data.tobytes())
         with pytest.raises((AssertionError, ConnectionError)):
+            peer.sock.sendall(b"X" + shard.facts()[1:] + data.tobytes())
             peer.hear()
         assert a.arena.holdings() == ()
         a.arena.board.order(generation=2, keep=None)
@@ -277,6 +277,34 @@ def test_damaged_facts_and_old_generations_are_refused(tmp_path: Path) -> None:
             peer.ask({"push": shard.header()})
         with pytest.raises(CheckpointError, match="larger arena"):
             peer.ask({"push": {**shard.header(), "key": [2, 1], "nbytes": 99 * MB}})
+
+
+def test_a_small_shard_sent_whole_is_taken_or_refused_and_the_connection_goes_on(tmp_path: Path) -> None:
+    data = random_bytes(MB)
+    shard = shard_of(data, key(1, 1))
+
+    def whole(shard: Shard, data: bytes, facts: bytes = b"") -> dict[str, object]:
+        peer.sock.sendall(frame({"push": shard.header(), "whole": True}) + (facts or shard.facts()) + data)
+        return peer.hear()
+
+    with hosts(tmp_path, 1) as (a,):
+        peer = RawPeer(a)
+        with pytest.raises(CheckpointError, match="fail their CRC"):
+            whole(shard, b"X" + data.tobytes()[1:])
+        with pytest.raises(CheckpointError, match="arrived damaged"):
+            whole(shard, data.tobytes(), facts=b"X" + shard.facts()[1:])
+        assert a.arena.holdings() == () and a.arena.received[0].state == State.FREE
+        assert whole(shard, data.tobytes()) == {"done": True}
+        assert a.holds(key(1, 1), "received")
+        assert whole(shard, data.tobytes()) == {"have": True}
+        assert "busy" in whole(shard_of(data, key(1, 2)), data.tobytes())
+        a.arena.board.order(generation=2, keep=None)
+        with pytest.raises(CheckpointError, match="older generation"):
+            whole(shard_of(data, key(1, 3)), data.tobytes())
+        large = random_bytes(2 * MB)
+        with pytest.raises((AssertionError, ConnectionError)):
+            whole(shard_of(large, key(2, 1)), large.tobytes())
+        peer.sock.close()
 
 
 def test_a_bit_flipped_in_served_memory_is_found_by_the_reader(tmp_path: Path) -> None:
