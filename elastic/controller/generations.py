@@ -271,5 +271,5 @@ def fail(state: RunState, failure: str, detail: str, now_s: float) -> Decision:
     return Decision(
         state=failed,
         actions=(StopGeneration(generation=state.generation), FailRun(failure=failure, detail=detail)),
-        reason=f"the run failed, {failure}: {detail.splitlines()[0]}",
+        reason=f"the run failed, {failure}: {detail.partition("\n")[0]}",
     )

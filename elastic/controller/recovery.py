@@ -101,7 +101,7 @@ def fail_generation(
     if state.phase is Phase.STOPPING and state.incident is not None:
         return Decision(
             state=replace(state, incident=_refined(state.incident, failure, hosts, rank, detail)),
-            reason=detail.splitlines()[0],
+            reason=detail.partition("\n")[0],
         )
     incident = Incident(
         number=state.incidents + 1,
@@ -130,7 +130,7 @@ def fail_generation(
     return Decision(
         state=stopping,
         actions=(StopGeneration(generation=state.generation),),
-        reason=f"incident {incident.number}, {failure}: {detail.splitlines()[0]}",
+        reason=f"incident {incident.number}, {failure}: {detail.partition("\n")[0]}",
     )
 
 
