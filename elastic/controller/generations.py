@@ -23,7 +23,7 @@ from elastic.controller.membership import (
     partners,
     pause_step,
 )
-from elastic.controller.state import Decision, Phase, RunState
+from elastic.controller.state import Decision, Phase, RunState, headline
 from elastic.events import Report
 from elastic.plan import Assignment, Member, RestorePlan, SnapshotKey
 from elastic.planner import search
@@ -271,5 +271,5 @@ def fail(state: RunState, failure: str, detail: str, now_s: float) -> Decision:
     return Decision(
         state=failed,
         actions=(StopGeneration(generation=state.generation), FailRun(failure=failure, detail=detail)),
-        reason=f"the run failed, {failure}: {detail.partition("\n")[0]}",
+        reason=f"the run failed, {failure}: {headline(detail)}",
     )

@@ -126,6 +126,11 @@ class Decision:
     reason: str = ""
 
 
+def headline(detail: str) -> str:
+    """The first line of a detail that may hold a traceback, or nothing."""
+    return detail.partition("\n")[0]
+
+
 def check(state: RunState, config: Config) -> None:
     """Assert every invariant; `decide` calls it on each new state."""
     members = state.members
