@@ -99,6 +99,30 @@ def _quarantine(world: World) -> None:
         world.after(world.draw(5.0, 30.0), lambda: world.driver.take(events.NodeReleased(node=node, why="drawn")))
 
 
+def _pause(world: World) -> None:
+    world.driver.take(events.PauseRequested(who="sim", why="drawn"))
+    world.after(world.draw(1.0, 20.0), lambda: world.driver.take(events.ResumeRequested(who="sim", why="drawn")))
+
+
+def _resize(world: World) -> None:
+    low, high = world.config.hosts_min, world.config.hosts_max
+    hosts = world.rng.choice((None, world.rng.randint(low, high)))
+    nodes = world.rng.choice((None, world.rng.randint(1, 4)))
+    world.driver.take(events.ResizeRequested(nodes=nodes, hosts=hosts, who="sim", why="drawn"))
+
+
+def _checkpoint(world: World) -> None:
+    world.driver.take(events.CheckpointRequested(who="sim", why="drawn"))
+
+
+def _set(world: World) -> None:
+    key, values = world.rng.choice(
+        (("checkpoint.interval_steps", (1, 7, 50)), ("policies.resize", ("off", "observe", "act")))
+    )
+    value = world.rng.choice(values)
+    world.driver.take(events.SettingChanged(key=key, value=value, who="sim", why="drawn"))
+
+
 def _two_at_once(world: World) -> None:
     for kind in world.rng.sample(("kill_trainer", "kill_host", "kill_node", "kill_template"), 2):
         KINDS[kind](world)
@@ -114,5 +138,9 @@ KINDS: dict[str, Callable[[World], None]] = {
     "restart_coordinator": _restart_coordinator,
     "kill_template": _kill_template,
     "quarantine": _quarantine,
+    "pause": _pause,
+    "resize": _resize,
+    "checkpoint": _checkpoint,
+    "set": _set,
     "two_at_once": _two_at_once,
 }

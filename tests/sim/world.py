@@ -334,5 +334,7 @@ class World:
                 thaw(self, host)
         for node in list(self.driver.state.quarantined):
             self.driver.take(events.NodeReleased(node=node, why="healed"))
+        self.driver.take(events.ResumeRequested(who="sim", why="healed"))
+        self.driver.take(events.ResizeRequested(nodes=None, hosts=None, who="sim", why="healed"))
         while len(self.up()) < self.config.hosts_min:
             self.add_node()
