@@ -6,6 +6,7 @@ Each command imports its room when it runs, so that what needs neither torch nor
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic.config import Config, ConfigError, ElasticError, load
+from elastic.config import Config, ConfigError, ElasticError, load, setting_of
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_RESOURCES, EXIT_USER_CODE, EXIT_BUDGET, EXIT_INTERRUPTED = (
     0,
@@ -62,7 +63,45 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/quickstart")
         sub.set_defaults(command=command)
+    _add_orders(commands)
     return parser
+
+
+def _add_orders(commands: Any) -> None:
+    """Commands on a live run."""
+    status = _add_order(commands, "status", "what a live run does now")
+    status.add_argument("--json", action="store_true", help="all of it, for programs")
+    status.set_defaults(command=_status)
+    for kind, text in (
+        ("pause", "hold at the next step, with a checkpoint; hosts stay"),
+        ("resume", "go on after a pause"),
+        ("checkpoint", "make the next safe step durable now"),
+        ("stop", "end the run at the next step, with a checkpoint"),
+    ):
+        _add_order(commands, kind, text)
+    resize = _add_order(
+        commands, "resize", "train on fewer or more nodes from the next step on; without a size: as configured"
+    )
+    resize.add_argument("--nodes", type=int, help="at most so many nodes")
+    resize.add_argument("--hosts", type=int, help="at most so many hosts (device slots)")
+    for kind, text in (
+        ("drain", "take a node out at the next step, so that it can be switched off; no step is lost"),
+        ("quarantine", "keep a suspect node out from the next step on"),
+        ("release", "let a node that is out take part again"),
+    ):
+        _add_order(commands, kind, text).add_argument("node", metavar="NODE", help="as status shows it, or its address")
+    change = _add_order(commands, "set", "change a setting of the live run")
+    change.add_argument("setting", metavar="KEY=VALUE")
+
+
+def _add_order(commands: Any, kind: str, text: str) -> argparse.ArgumentParser:
+    sub: argparse.ArgumentParser = commands.add_parser(kind, help=text, description=text)
+    sub.add_argument("run", metavar="RUN", help="the run's directory or name")
+    sub.add_argument("--address", help="its Ray cluster; without it, the one its directory names")
+    if kind != "status":
+        sub.add_argument("--why", default="by hand", help="the reason, for the journal")
+    sub.set_defaults(command=_order, kind=kind)
+    return sub
 
 
 def _add_job(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
@@ -126,6 +165,26 @@ def _verify_data(parsed: argparse.Namespace) -> int:
     from elastic.report import verify_data
 
     _print_lines(verify_data(parsed.run))
+    return EXIT_DONE
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    _set_ray_environment()
+    from elastic.cluster import control
+
+    status = control.status(parsed.run, parsed.address)
+    print(json.dumps(status, indent=1) if parsed.json else "\n".join(control.status_lines(status)))
+    return EXIT_DONE
+
+
+def _order(parsed: argparse.Namespace) -> int:
+    given = {name: getattr(parsed, name) for name in ("node", "nodes", "hosts") if hasattr(parsed, name)}
+    if parsed.kind == "set":
+        given["key"], given["value"] = setting_of(parsed.setting)
+    _set_ray_environment()
+    from elastic.cluster import control
+
+    print(control.order(parsed.run, parsed.address, parsed.kind, parsed.why, given))
     return EXIT_DONE
 
 

@@ -7,6 +7,7 @@ environment variable or changes a value after load.
 from __future__ import annotations
 
 import difflib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -131,6 +132,23 @@ class Control(Section):
         return self
 
 
+Policy = Literal["off", "observe", "act"]
+
+
+class Policies(Section):
+    """What each automatic judgement may do. observe: it is journaled and shown what would be done, and why.
+
+    evict: go on without a silent host. resize: take in hosts that appear. rebalance: unequal shares. roll_back:
+    after a loss spike. quarantine: keep a suspected node out. What a person orders is done whatever stands here.
+    """
+
+    evict: Policy = "act"
+    resize: Policy = "act"
+    rebalance: Policy = "observe"
+    roll_back: Policy = "observe"
+    quarantine: Policy = "observe"
+
+
 class LocalCluster(Section):
     """The Ray nodes that `elastic train` starts on this machine when no address is given."""
 
@@ -167,6 +185,7 @@ class Config(Section):
     snapshot: Snapshot = Snapshot()
     checkpoint: Checkpoint = Checkpoint()
     control: Control = Control()
+    policies: Policies = Policies()
     local: LocalCluster = LocalCluster()
     schedule: tuple[Resize, ...] = ()
 
@@ -194,6 +213,40 @@ class Config(Section):
         return Path(self.storage) / self.run
 
 
+# What may change in a running attempt: what the controller alone reads, at each decision.
+LIVE_KEYS = (
+    "checkpoint.interval_steps",
+    *(
+        f"control.{name}"
+        for name in (
+            "silence_s",
+            "start_wait_s",
+            "hosts_wait_s",
+            "start_timeout_s",
+            "drain_timeout_s",
+            "upload_timeout_s",
+            "grow_wait_s",
+            "failures_without_progress_max",
+        )
+    ),
+    *(f"policies.{name}" for name in Policies.model_fields),
+)
+
+
+@lru_cache(maxsize=16)
+def with_settings(config: Config, settings: tuple[tuple[str, Any], ...]) -> Config:
+    """`config` with each (key, value) of a running attempt; ConfigError: not a live key, or a value that can't be."""
+    raw = config.model_dump()
+    for key, value in settings:
+        if key not in LIVE_KEYS:
+            close = difflib.get_close_matches(key, LIVE_KEYS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; these can: {', '.join(LIVE_KEYS)}"
+            raise ConfigError(f"{key} can't change while the run goes on{hint}")
+        section, name = key.split(".")
+        raw[section][name] = value
+    return parse(raw, source="set")
+
+
 def load(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     """Read `path`, apply `key=value` overrides (values are YAML), check everything; ConfigError says what is wrong."""
     try:
@@ -216,17 +269,26 @@ def parse(raw: dict[str, Any], *, source: str) -> Config:
         raise ConfigError("; ".join(_sentence(source, item, raw) for item in error.errors())) from error
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
+def setting_of(text: str) -> tuple[str, Any]:
+    """(key, value) of KEY=VALUE; the value is YAML."""
+    key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {override!r}: wanted KEY=VALUE, for example --set steps=100")
+        raise ConfigError(f"{text!r}: wanted KEY=VALUE, for example steps=100")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text!r}: the value is not YAML: {error}") from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, value = setting_of(override)
     *parents, leaf = key.split(".")
     section = raw
     for parent in parents:
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
             raise ConfigError(f"--set {override!r}: {parent} is a value, not a section")
-    section[leaf] = yaml.safe_load(text)
+    section[leaf] = value
 
 
 def _sentence(source: str, item: Any, raw: dict[str, Any]) -> str:

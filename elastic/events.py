@@ -236,7 +236,51 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PauseRequested:
+    """Hold at the next step boundary, hosts and state kept, until `ResumeRequested`."""
+
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRequested:
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeRequested:
+    """Train on at most so many nodes and hosts from the next step boundary on; None: as configured."""
+
+    nodes: int | None
+    hosts: int | None
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRequested:
+    """Make the next safe snapshot durable, whatever the interval."""
+
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingChanged:
+    """`key` (one of `config.LIVE_KEYS`) has this value from now on, in this attempt."""
+
+    key: str
+    value: int | float | str
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeQuarantined:
+    """Its hosts take no part from the next step boundary on: on suspicion, or drained by a person."""
+
     node: str
     why: str
 
@@ -264,6 +308,11 @@ Event = (
     | CheckpointCommitted
     | CommitFailed
     | StopRequested
+    | PauseRequested
+    | ResumeRequested
+    | ResizeRequested
+    | CheckpointRequested
+    | SettingChanged
     | NodeQuarantined
     | NodeReleased
     | Tick

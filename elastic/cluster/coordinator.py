@@ -33,6 +33,7 @@ from elastic.clock import RealClock
 from elastic.cluster.ray_nodes import NAMESPACE
 from elastic.cluster.stream import Server
 from elastic.config import Config, ElasticError
+from elastic.controller import requests
 from elastic.controller.driver import Driver, replay
 from elastic.controller.state import TERMINAL, Phase, RunState
 from elastic.data.shards import read_manifest
@@ -128,7 +129,10 @@ class Coordinator:
         address = ray.util.get_node_ip_address()
         self._server = Server(token, address, before.get("port", 0))
         self._group: str = before.get("group", "")
-        self._memory.write(token=token, port=self._server.endpoint.port, group=self._group)
+        ray_address = ray.get_runtime_context().gcs_address
+        self._memory.write(
+            token=token, port=self._server.endpoint.port, group=self._group, ray_address=ray_address, pid=os.getpid()
+        )
         if self._group:
             self._resume()
         threading.Thread(target=self._serve, name="driver", daemon=True).start()
@@ -148,9 +152,9 @@ class Coordinator:
         """Phase, step, loss, tokens_s, world, generation, hosts (node, pids, ...), own pid: plain JSON values."""
         return dict(self._call(self._status))
 
-    def stop(self, who: str, why: str) -> None:
-        """End the run at a step boundary, with a checkpoint."""
-        self._call(lambda: self._stop(events.StopRequested(who=who, why=why)))
+    def request(self, kind: str, who: str, why: str, given: dict[str, Any] | None = None) -> str:
+        """Order what `requests.event_of` knows; returns what was decided. ElasticError: it can't be."""
+        return str(self._call(lambda: self._request(kind, who, why, given or {})))
 
     def outcome(self, timeout_s: float) -> dict[str, Any] | None:
         """How the attempt ended (see `_outcome`), None while it has not within `timeout_s`."""
@@ -278,10 +282,11 @@ class Coordinator:
     def _journal(self) -> Path:
         return self._config.run_dir() / "journal.jsonl"
 
-    def _stop(self, request: events.StopRequested) -> None:
+    def _request(self, kind: str, who: str, why: str, given: dict[str, Any]) -> str:
         if self._driver is None:
-            raise RunError("the run has not started yet, nothing to stop; end its driver instead")
-        self._driver.take(request)
+            raise RunError("the run has not started yet; end its driver to stop it")
+        event = requests.event_of(kind, given, who, why, self._driver.state, self._config)
+        return self._driver.take(event) or f"nothing to change: {kind} is in force already"
 
     def _status(self) -> dict[str, Any]:
         if self._driver is None or self._progress is None:

@@ -79,7 +79,7 @@ def ask_to_stop(run: str, why: str) -> None:
     """Let the run end at a step boundary, with a checkpoint. KeyboardInterrupt: it has not begun."""
     try:
         actor = coordinator.find(run)
-        ray.get(actor.stop.remote("the driver", why), timeout=STOP_TIMEOUT_S)
+        ray.get(actor.request.remote("stop", "the driver", why), timeout=STOP_TIMEOUT_S)
     except (coordinator.RunError, ray.exceptions.RayError) as error:
         raise KeyboardInterrupt from error  # nothing to save yet
 
