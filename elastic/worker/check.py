@@ -81,10 +81,10 @@ def main() -> None:
 
 
 def _sizes(config: Config) -> Sizes:
-    from elastic.worker import declared, loop
-
     task.extend_path(config)
     found = task.load(config.task)
+    from elastic.worker import declared, loop  # torch, only now: a wrong name is told at once
+
     few = config.batch.model_copy(update={"global_samples": config.hosts_max})
     try:
         declared.loop_of(found, config)

@@ -199,6 +199,11 @@ class Context:
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, initialise: Initialise | None) -> None:
         """State of the generation's first step: from the assignment's snapshot, or new."""
+        if model is not self.model:
+            raise TaskError(
+                f"ctx.steps() got a {type(model).__name__} that ctx.parallelize() did not return; train what it "
+                "returns, and compile it in place with model.compile()"
+            )
         self.entries = [*sharded_entries(model, optimizer, self._shards), *self.state.entries()]
         plan, rank = self.assignment.restore, self.assignment.rank
         if self.seat is not None and plan is not None:

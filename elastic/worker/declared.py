@@ -53,6 +53,10 @@ def loop_of(found: Any, config: Config) -> Callable[[Context], object]:
         if callable(found):
             return found
         raise ConfigError(f"task {config.task!r} is {type(found).__name__}, wanted a class or a function train(ctx)")
+    if issubclass(found, nn.Module):
+        raise ConfigError(
+            f"task {config.task!r} is a module: wanted a class whose model() returns one, with loss(model, batch)"
+        )
     task = instance_of(found, config)
     if hasattr(task, "train"):
         return task.train

@@ -9,7 +9,6 @@ import faulthandler
 import gc
 import json
 import os
-import random
 import socket
 import sys
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from elastic.worker import declared, task
 from elastic.worker.context import Context, Seat, SnapshotBlocked
 from elastic.worker.probes import Probes, traceback_tail
 from elastic.worker.rendezvous import is_peer_failure, join
+from elastic.worker.step import seed_generators
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +126,7 @@ def device_of(config: Config) -> torch.device:
 def run_task(ctx: Context) -> Exit:
     """Import the task and run its loop to the end. Its generators start alike on every rank, for what it builds."""
     found = task.load(ctx.config.task)
-    seed = ctx.config.seed
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    seed_generators(ctx.config.seed, ctx.device)
     declared.loop_of(found, ctx.config)(ctx)
     if ctx.ended is None:
         raise TaskError(

@@ -215,16 +215,15 @@ class Step:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed what a step may draw from: torch's generator of `device`, numpy's and Python's global ones.
+    """Seed what a task may draw from: torch's generators of the CPU and `device`, numpy's and Python's global ones.
 
     `torch.manual_seed` also queues a call, with its stack, for every kind of device that is not initialised: 4 ms a
     step on CPU, and the queue grows for ever."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -128,6 +128,7 @@ def test_sizes_are_measured(tmp_path: Path) -> None:
         ("1 / 0\n", "Task", TaskError, r"importing it raised ZeroDivisionError: .*written\.py, line 1"),
         ("import sys; sys.exit(3)\n", "Task", TaskError, "importing it raised SystemExit"),
         ("class Task:\n    def model(self): ...\n", "Task", ConfigError, r"has no loss: wanted model\(\) and loss"),
+        ("from torch import nn\nTask = nn.Linear\n", "Task", ConfigError, "is a module: wanted a class whose model"),
         ("Task = 3\n", "Task", ConfigError, "is int, wanted a class or a function"),
         ("def train(ctx):\n    raise KeyError('x')\n", "train", TaskError, r"raised KeyError: 'x' .*line 2"),
         ("def train(ctx):\n    pass\n", "train", TaskError, r"returned after step 0 of 100; it must run the loop"),
