@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic.config import Config, ConfigError, ElasticError, load, setting_of
+from elastic.config import Config, ConfigError, ElasticError, TaskError, load, setting_of
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_RESOURCES, EXIT_USER_CODE, EXIT_BUDGET, EXIT_INTERRUPTED = (
     0,
@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         print(f"elastic: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
+    except TaskError as error:
+        print(f"elastic: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_CODE)
     except ElasticError as error:
         print(f"elastic: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
@@ -123,6 +126,9 @@ def _train(parsed: argparse.Namespace) -> int:
         print(f"run {config.run} finished before; its account (for a new run: --set run=NAME, or remove its directory)")
         _print_lines(summary_lines(config.run_dir()))
         return EXIT_DONE
+    from elastic.worker.check import check
+
+    config = check(config)
     _set_ray_environment()
     from elastic.cluster import session
 
@@ -135,11 +141,13 @@ def _train(parsed: argparse.Namespace) -> int:
 
 def _chaos(parsed: argparse.Namespace) -> int:
     from elastic.chaos import faults
+    from elastic.worker.check import check
 
     config = load(parsed.job, tuple(parsed.overrides))
     config = config.model_copy(update={"run": f"{config.run}-chaos"})
     chosen = [faults.parse(text) for text in parsed.fault]
     faults.check(chosen, config.steps)
+    config = check(config)
     _set_ray_environment()
     shutil.rmtree(config.run_dir(), ignore_errors=True)
     from elastic.cluster import trial

@@ -23,6 +23,10 @@ class ConfigError(ElasticError):
     """The configuration can't be used; the message names file, key, value and what is allowed."""
 
 
+class TaskError(ElasticError):
+    """The task's own code raised, or asks for what can't be; the message is one sentence that names the place."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -156,6 +160,18 @@ class LocalCluster(Section):
     hosts_per_node: int = Field(2, ge=1)
 
 
+class Sizes(Section):
+    """Sizes of the task's state. Of the built-in model they are computed; of a task of your own they are measured
+    before the run starts, where they are not given here.
+
+    shard_bytes: room for the largest shard (parameters, optimizer, registered state) in the smallest allowed world.
+    flops_per_token: of forward and backward.
+    """
+
+    shard_bytes: int | None = Field(None, ge=1)
+    flops_per_token: float | None = Field(None, gt=0)
+
+
 class Resize(Section):
     """A planned change: from step `step` on, train on `hosts` hosts. A schedule of them makes the twin."""
 
@@ -164,10 +180,11 @@ class Resize(Section):
 
 
 class Config(Section):
-    """One run."""
+    """One run. `task`: "module:Name" or "file.py:Name"; `task_path`: directories to import it from, before others."""
 
     run: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     task: str = "elastic.worker.pretrain:LanguageModel"
+    task_path: tuple[str, ...] = ()
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1)
     storage: str = "runs"
@@ -187,6 +204,7 @@ class Config(Section):
     control: Control = Control()
     policies: Policies = Policies()
     local: LocalCluster = LocalCluster()
+    sizes: Sizes = Sizes()
     schedule: tuple[Resize, ...] = ()
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from elastic.checkpoint.blocks import SUB_BLOCK, sub_blocks
 from elastic.checkpoint.board import Board, Word, Words, pack, unpack
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.errors import CheckpointError, StateError
 from elastic.events import Holding
 from elastic.plan import SnapshotKey
 
@@ -152,9 +152,9 @@ class Buffer:
 
     def check_fits(self, nbytes: int, table_nbytes: int) -> None:
         if nbytes > len(self._room) or table_nbytes > len(self._table):
-            raise CheckpointError(
+            raise StateError(
                 f"a shard is {nbytes} bytes with a table of {table_nbytes}; this arena's {self.tier} buffers "
-                f"take {len(self._room)} and {len(self._table)}; give the host a larger arena"
+                f"take {len(self._room)} and {len(self._table)}; give the host a larger arena (sizes.shard_bytes)"
             )
 
     def begin(self, key: SnapshotKey, *, rank: int, world: int, nbytes: int, table: bytes) -> Bytes:

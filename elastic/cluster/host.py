@@ -95,6 +95,8 @@ def _run_incarnation(settings: HostSettings, name: str, client: Client, stopped:
 
 def shard_bytes(config: Config) -> int:
     """Room of one arena buffer: the largest shard in the smallest allowed world."""
+    if config.sizes.shard_bytes is not None:
+        return config.sizes.shard_bytes
     tensors = TENSORS_PER_BLOCK * config.model.layers + TENSORS_BESIDE
     return shard_bytes_max(config, parameters(config.model), tensors)
 

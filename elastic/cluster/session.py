@@ -41,7 +41,7 @@ def run(config: Config, *, address: str | None, observers: Sequence[Observer], s
     """Train `config` on the cluster at `address`, or on local nodes that are started and ended here."""
     prepare(config.data, progress=say)
     with _cluster(config, address, say) as nodes:
-        trainer = ElasticTrainer(config)
+        trainer = ElasticTrainer(config=config)
         say(f"training {config.steps} steps on {config.hosts_min} to {config.hosts_max} hosts")
         ended = Ended()
         thread = threading.Thread(target=_fit, args=(trainer, ended), name="fit", daemon=True)

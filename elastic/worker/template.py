@@ -60,9 +60,12 @@ def die_with_parent(parent_pid: int) -> None:
 def _inherit(settings: dict[str, Any]) -> Any:
     from elastic.config import Config
     from elastic.worker.loop import Inheritance
+    from elastic.worker.task import extend_path
 
+    config = Config.model_validate(settings["config"])
+    extend_path(config)
     return Inheritance(
-        config=Config.model_validate(settings["config"]),
+        config=config,
         prepared=Path(settings["prepared"]),
         log_dir=Path(settings["log_dir"]),
         threads=settings["threads"],
