@@ -14,6 +14,7 @@ from elastic.cluster import coordinator, ray_host
 from elastic.cluster.host_slots import HostLimits
 from elastic.cluster.ray_private import in_place_trainer
 from elastic.config import Config, ConfigError
+from elastic.resume import Resume, choose, settle
 
 GROUP_START_S = 60.0  # Ray Train tries to start a group for this long, then again
 OUTCOME_TIMEOUT_S = 30.0
@@ -25,7 +26,8 @@ class ElasticTrainer:
     `scaling_config.num_workers` (int, or (min, max)) and `use_gpu` win over `hosts_min`, `hosts_max` and `use_gpu`
     of `config`; `run_config` over `run`, `storage` and `max_failures`. Without them they are made from `config`.
     `max_failures` counts what ends the worker group (user code that raises, too few hosts for `hosts_wait_s`); a
-    lost trainer, host or node does not. Needs `ray.init`, and to be called on the node that should coordinate.
+    lost trainer, host or node does not. `resume`: from what the run goes on, and which changes of its configuration
+    are allowed. Needs `ray.init`, and to be called on the node that should coordinate.
     """
 
     def __init__(
@@ -34,9 +36,11 @@ class ElasticTrainer:
         *,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
+        resume: Resume | None = None,
     ) -> None:
         self.scaling_config = scaling_config or scaling_of(config)
         self.run_config = run_config or run_of(config)
+        self.resume = resume or Resume()
         _check(self.scaling_config)
         self.config = merged(config, self.scaling_config, self.run_config)
 
@@ -44,10 +48,12 @@ class ElasticTrainer:
         """Run to the end. Result.metrics: the newest figures (step, loss, held_out, ...); Result.checkpoint: the
         run's directory with the newest durable checkpoint in its log, None where there is none.
 
-        Raises `ray.train.TrainingFailedError` as every Ray trainer; its cause says what failed.
+        Raises `ray.train.TrainingFailedError` as every Ray trainer; its cause says what failed. ConfigError: `resume`
+        does not fit what is there.
         """
         config = self.config
-        actor = coordinator.start(config)
+        resume = settle(config, self.resume, choose(config, self.resume))
+        actor = coordinator.start(config, resume)
         try:
             trainer = in_place_trainer(
                 ray_host.host,

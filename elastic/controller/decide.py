@@ -52,8 +52,9 @@ def _run_started(state: RunState, event: events.RunStarted, now_s: float, config
         generation=event.generation,
         since_s=now_s,
     )
-    origin = f"from the checkpoint of step {step}" if event.durable else "from the seed"
-    return Decision(state=began, reason=f"attempt {event.attempt} of {event.run} starts {origin}")
+    origin = event.origin or (f"from the checkpoint of step {step}" if event.durable else "from the seed")
+    changed = f"; changed and allowed: {', '.join(event.changes)}" if event.changes else ""
+    return Decision(state=began, reason=f"attempt {event.attempt} of {event.run} starts {origin}{changed}")
 
 
 def _coordinator_restarted(state: RunState, event: events.CoordinatorRestarted, now_s: float, _: Config) -> Decision:
