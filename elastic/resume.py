@@ -104,7 +104,8 @@ def _go_on(config: Config, asked: Resume) -> Start:
         return Start(origin="; ".join(["from the seed", *damaged, *why]))
     manifest = _manifest(entry)
     changes = _check(config, manifest, saved_config(store), asked)
-    told = f"from the checkpoint of step {manifest.key.step} (log entry {entry.number}, attempt {entry.attempt})"
+    other = f" of run {manifest.run}" if manifest.run != config.run else ""
+    told = f"from the checkpoint of step {manifest.key.step}{other} (log entry {entry.number}, attempt {entry.attempt})"
     newer = _why_not_newer(config, log, entry) if asked.point == "auto" else _given_up(log, entry)
     base = None if asked.point == "auto" else entry.number
     return Start(origin="; ".join([told, *damaged, *newer]), step=manifest.key.step, base=base, changes=changes)
@@ -197,8 +198,9 @@ def settle(config: Config, asked: Resume, start: Start) -> Resume:
 
 
 def bring(config: Config, start: Start) -> None:
-    """Copy the other run's newest checkpoint, verified, and make it the first entry of this run's log. Killed at any
-    moment and called again it does the same: without that entry this run does not exist."""
+    """Copy the other run's newest checkpoint, verified, and make it the first entry of this run's log, its
+    configuration what this one is compared with. Killed at any moment and called again it does the same: without that
+    entry this run does not exist."""
     source, target = open_store(start.other), open_store(str(config.run_dir()))
     manifest = CommitLog(source).newest()
     assert manifest is not None, start
@@ -214,16 +216,10 @@ def bring(config: Config, start: Start) -> None:
         records.append(
             ShardRecord(rank=record.rank, object=name, nbytes=record.nbytes, table_sha256=record.table_sha256)
         )
-    brought = Manifest(
-        run=config.run,
-        attempt=1,
-        key=manifest.key,
-        world=manifest.world,
-        samples=manifest.samples,
-        fingerprint=manifest.fingerprint,
-        shards=tuple(records),
-    )
+    brought = replace(manifest, shards=tuple(records), retired=())
     check_present(target, brought)
+    if saved := saved_config(source):
+        target.put(_config_object(None), yaml.safe_dump(saved, sort_keys=False).encode())
     CommitLog(target).commit(1, brought)
 
 

@@ -127,15 +127,17 @@ def test_never_refuses_a_run_that_exists(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["r", "{path}/r", "file://{path}/r"], ids=["name", "directory", "URL"])
 def test_another_runs_checkpoint_begins_a_new_run(tmp_path: Path, name: str) -> None:
     source = trained(tmp_path)
-    config = changed(source.config, run="new", hosts_max=2)
-    point = asked(name.format(path=tmp_path))
+    config = changed(source.config, run="new", hosts_max=2, seed=5)
+    point = asked(name.format(path=tmp_path), "seed")
     start = choose(config, point)
     assert start.step == 30 and start.origin.startswith("from step 30 of run r (") and not exists(config.run_dir())
-    assert settle(config, point, start) == asked(), "brought: what is left is to go on"
-    again = choose(config, asked())
-    assert again.origin == "from the checkpoint of step 30 (log entry 1, attempt 1)" and again.step == 30
+    left = settle(config, point, start)
+    assert left == asked("auto", "seed"), "brought: what is left is to go on"
+    again = choose(config, left)
+    assert again.origin == "from the checkpoint of step 30 of run r (log entry 1, attempt 1)" and again.step == 30
+    assert again.changes == ("seed 0 -> 5",), "told to the new run's journal"
     brought = CommitLog(open_store(str(config.run_dir()))).newest()
-    assert brought is not None and (brought.run, brought.samples, brought.key.step) == ("new", 720, 30)
+    assert brought is not None and (brought.samples, brought.key.step) == (720, 30)
     assert open_store(str(config.run_dir())).get("data/1-1-30/1.bin") == source.store.get("data/1-1-30/1.bin")
     assert "holds a run already, so it can't begin from" in refusal(config, point.point)
 
