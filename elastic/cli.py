@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic.config import Config, ConfigError, ElasticError, TaskError, load, setting_of
+from elastic.config import Config, ConfigError, ElasticError, TaskError, json_schema, load, resolve
+from elastic.config_live import setting_of
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_RESOURCES, EXIT_USER_CODE, EXIT_BUDGET, EXIT_INTERRUPTED = (
     0,
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(parsed.command(parsed))
     except ConfigError as error:
-        print(f"elastic: {error}", file=sys.stderr)
+        print("\n".join(f"elastic: {line}" for line in str(error).splitlines()), file=sys.stderr)
         sys.exit(EXIT_CONFIG)
     except TaskError as error:
         print(f"elastic: {error}", file=sys.stderr)
@@ -53,12 +54,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="elastic", description="Elastic, fault-tolerant PyTorch training on Ray.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = _add_job(commands, "train", _train, "run a job to its end")
-    train.add_argument("--address", help="a running Ray cluster; without it, local Ray nodes are started")
+    train.add_argument("--dry-run", action="store_true", help="show the resolved configuration and the plan, and stop")
+    train.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|STEP|RUN|URL",
+        help="go on from the newest checkpoint (the default), be a new run, go back to a step, begin from another run",
+    )
+    train.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="this key (or section, or all) may differ from the run's earlier attempts; may be given often",
+    )
     chaos = _add_job(commands, "chaos", _chaos, "run a job, break things, compare with the run that nothing broke")
     chaos.add_argument(
         "--fault", action="append", default=[], metavar="KIND@step=N[,rank=R][,seconds=S]", help="may be given often"
     )
     _add_job(commands, "prepare", _prepare, "prepare a job's corpus and stop")
+    _add_config(commands)
     for name, command, text in (
         ("report", _report, "what a run did: recoveries, where time went"),
         ("verify-data", _verify_data, "prove that each sample was used exactly once"),
@@ -107,11 +122,23 @@ def _add_order(commands: Any, kind: str, text: str) -> argparse.ArgumentParser:
     return sub
 
 
+def _add_config(commands: Any) -> None:
+    text = "show, check or describe a configuration"
+    inner = commands.add_parser("config", help=text, description=text).add_subparsers(required=True, metavar="WHAT")
+    show = _add_job(inner, "show", _config_show, "the resolved configuration of a job")
+    show.add_argument("--origin", action="store_true", help="say where each value comes from")
+    _add_job(inner, "check", _config_check, "all that can be checked before a job starts")
+    schema = inner.add_parser("schema", help="the JSON schema of job files", description="the JSON schema of job files")
+    schema.set_defaults(command=_config_schema)
+
+
 def _add_job(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
     sub: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     sub.add_argument("job", type=Path, metavar="JOB.yaml")
     sub.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="over the file")
     sub.set_defaults(command=command)
+    if name in ("train", "check"):
+        sub.add_argument("--address", help="a running Ray cluster; without it, local Ray nodes are started")
     return sub
 
 
@@ -119,24 +146,69 @@ def _add_job(commands: Any, name: str, command: Any, text: str) -> argparse.Argu
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    from elastic import preflight, resume
     from elastic.report import finished, summary_lines
 
-    config = load(parsed.job, tuple(parsed.overrides))
-    if finished(config):
+    config = _checked(parsed)
+    asked = resume.Resume(point=parsed.resume, allowed=tuple(parsed.allow_change))
+    if asked.point == "auto" and finished(config):
         print(f"run {config.run} finished before; its account (for a new run: --set run=NAME, or remove its directory)")
         _print_lines(summary_lines(config.run_dir()))
         return EXIT_DONE
+    start = resume.choose(config, asked)
+    told = preflight.start_line(config, start)
+    if parsed.dry_run:
+        _print_lines([*preflight.config_lines(config), "", *preflight.plan_lines(config), f"not started: {told}"])
+        return EXIT_DONE
+    _say(told)
     from elastic.worker.check import check
 
     config = check(config)
+    asked = resume.settle(config, asked, start)
     _set_ray_environment()
     from elastic.cluster import session
 
     began_s = time.monotonic()
-    ended = session.run(config, address=parsed.address, observers=[Progress(config)], say=_say)
+    ended = session.run(config, address=parsed.address, observers=[Progress(config)], say=_say, resume=asked)
     _print_lines(summary_lines(config.run_dir()))
     print(f"took        {time.monotonic() - began_s:.0f} s in all")
     return _exit_code(config, ended)
+
+
+def _checked(parsed: argparse.Namespace) -> Config:
+    """The job's configuration, held against this machine too where its nodes will be here."""
+    from elastic import preflight
+
+    config, text = resolve(parsed.job, tuple(parsed.overrides))
+    if parsed.address is None:
+        preflight.check_machine(config, text, memory_bytes=preflight.memory_bytes())
+    return config
+
+
+def _config_show(parsed: argparse.Namespace) -> int:
+    from elastic import preflight
+
+    config, text = resolve(parsed.job, tuple(parsed.overrides))
+    print("\n".join(preflight.config_lines(config, text if parsed.origin else None)))
+    return EXIT_DONE
+
+
+def _config_schema(parsed: argparse.Namespace) -> int:
+    print(json.dumps(json_schema(), indent=2))
+    return EXIT_DONE
+
+
+def _config_check(parsed: argparse.Namespace) -> int:
+    from elastic import preflight, resume
+    from elastic.data.prepare import list_files
+    from elastic.report import finished
+
+    config = _checked(parsed)
+    list_files(config.data)
+    start = None if finished(config) else resume.choose(config, resume.Resume())
+    told = preflight.start_line(config, start) if start else f"run {config.run} has finished"
+    print(f"OK: {preflight.summary(config)}; {told}")
+    return EXIT_DONE
 
 
 def _chaos(parsed: argparse.Namespace) -> int:

@@ -153,13 +153,16 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """An attempt began. `durable`: the newest committed checkpoint of the run, None on a new run. `generation`: the
-    highest that any earlier attempt is known to have used; numbers are never used twice."""
+    """An attempt began. `durable`: the checkpoint that it starts from, None: the seed. `generation`: the highest that
+    any earlier attempt is known to have used; numbers are never used twice. `origin`: from what, and why from nothing
+    newer. `changes`: what was allowed to differ from the configuration of the attempt before."""
 
     run: str
     attempt: int
     generation: int
     durable: RestorePlan | None
+    origin: str = ""
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +274,7 @@ class CheckpointRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingChanged:
-    """`key` (one of `config.LIVE_KEYS`) has this value from now on, in this attempt."""
+    """`key` (one of `config_live.LIVE_KEYS`) has this value from now on, in this attempt."""
 
     key: str
     value: int | float | str

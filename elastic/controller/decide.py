@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from elastic import events
-from elastic.config import Config, with_settings
+from elastic.config import Config
+from elastic.config_live import with_settings
 from elastic.controller import generations, recovery, requests
 from elastic.controller.actions import CommitCheckpoint, EvictHost, KeepSnapshot, UploadSnapshot
 from elastic.controller.state import ALIVE, TERMINAL, Decision, Phase, RunState, check
@@ -57,8 +58,9 @@ def _run_started(state: RunState, event: events.RunStarted, now_s: float, config
         generation=event.generation,
         since_s=now_s,
     )
-    origin = f"from the checkpoint of step {step}" if event.durable else "from the seed"
-    return Decision(state=began, reason=f"attempt {event.attempt} of {event.run} starts {origin}")
+    origin = event.origin or (f"from the checkpoint of step {step}" if event.durable else "from the seed")
+    changed = f"; changed and allowed: {', '.join(event.changes)}" if event.changes else ""
+    return Decision(state=began, reason=f"attempt {event.attempt} of {event.run} starts {origin}{changed}")
 
 
 def _coordinator_restarted(state: RunState, event: events.CoordinatorRestarted, now_s: float, _: Config) -> Decision:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from elastic import events
-from elastic.config import Config, ElasticError, with_settings
+from elastic.config import Config, ElasticError
+from elastic.config_live import with_settings
 from elastic.controller.state import TERMINAL, Decision, Phase, RunState
 
 
