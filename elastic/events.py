@@ -75,7 +75,8 @@ class StepRecord:
     """One completed optimizer step, told by rank 0; sums are over all ranks (they came through the step word).
 
     loss: nats per token. digest: sum over the step's samples of hash64(id) mod 2**64, as 16 hex digits.
-    seconds: wall time of the step on rank 0. held_out: nats per token, where this step evaluated. metrics: what the
+    seconds: wall time on rank 0 since the step before was told. upkeep_s: of it, what fault tolerance took (snapshot,
+    step word, telling). held_out: nats per token, where this step evaluated. metrics: what the
     task reported, as means over the step's targets.
     """
 
@@ -89,6 +90,7 @@ class StepRecord:
     lr: float
     seconds: float
     held_out: float | None = None
+    upkeep_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
