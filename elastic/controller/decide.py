@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic import events
 from elastic.config import Config
-from elastic.controller import generations, recovery
+from elastic.controller import admission, generations, recovery
 from elastic.controller.actions import CommitCheckpoint, EvictHost, KeepSnapshot, UploadSnapshot
 from elastic.controller.membership import node_of
 from elastic.controller.state import ALIVE, TERMINAL, Decision, Phase, RunState, check
@@ -27,11 +27,12 @@ def decide(state: RunState, event: events.Event, now_s: float, config: Config) -
     if state.phase in TERMINAL:
         return Decision(state=state)
     taken = _TAKE[type(event)](state, event, now_s, config)
-    advanced = _advance(taken.state, now_s, config)
+    reviewed = admission.review(state, taken.state, now_s, config)
+    advanced = _advance(reviewed.state, now_s, config)
     decision = Decision(
         state=advanced.state,
-        actions=taken.actions + advanced.actions,
-        reason="; ".join(filter(None, (taken.reason, advanced.reason))),
+        actions=taken.actions + reviewed.actions + advanced.actions,
+        reason="; ".join(filter(None, (taken.reason, reviewed.reason, advanced.reason))),
     )
     check(decision.state, config)
     return decision

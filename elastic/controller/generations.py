@@ -29,7 +29,8 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
     if state.step == state.durable_step and (state.step >= config.steps or state.stop_why):
         return _end(state, now_s, config)
     members, reason = form(state, config, now_s)
-    enough = len(available(state)) >= hosts_wanted(config, state.step)[0]
+    fewest = hosts_wanted(config, state.step)[0]
+    enough = len(available(state, fewest)) >= fewest
     if members is None:
         since_s = (state.enough_since_s or now_s) if enough else None
         waiting = replace(state, enough_since_s=since_s, waiting_for=reason)
@@ -114,7 +115,8 @@ def grow(state: RunState, now_s: float, config: Config) -> Decision:
     most = config.hosts_max if not config.schedule else len(state.members)
     if len(state.members) >= most:
         return Decision(state=state)
-    free = [r for r in state.present if r.host not in state.members and r.node not in state.quarantined]
+    out = {*state.members, *state.refused, *state.held}
+    free = [r for r in state.present if r.host not in out and r.node not in state.quarantined]
     able = [r for r in available(state) if r.host not in state.members]
     candidates = [r for r in able if r.warm or not config.warm_standby]
     if not candidates:

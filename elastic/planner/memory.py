@@ -14,6 +14,13 @@ def state_bytes(config: Config, parameters: int) -> int:
     return parameters * STATE_COPIES * BYTES_PER_VALUE[config.precision]
 
 
+def host_bytes(config: Config, *, shard_bytes: int, received_buffers: int) -> int:
+    """Host memory that one host takes: two own and the received snapshot buffers and, on a CPU, the trainer's state
+    with its gradients. Without activations, which depend on the batch."""
+    arena = (2 + received_buffers) * shard_bytes
+    return arena if config.use_gpu else arena + shard_bytes * (STATE_COPIES + 1) // STATE_COPIES
+
+
 def shard_bytes_max(config: Config, parameters: int, tensors: int) -> int:
     """Bytes of the largest shard: the smallest allowed world, each tensor rounded up to a whole row.
 
