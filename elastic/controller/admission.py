@@ -104,8 +104,9 @@ def _losses(
         if lost.until_s and now_s >= lost.until_s:
             losses[node] = lost = replace(lost, until_s=0.0)
             reasons.append(f"node {node} may join again")
-        if (node in taking_part) != (lost.joined_s is not None):
-            losses[node] = replace(lost, joined_s=now_s if node in taking_part else None)
+        stays = node in taking_part and not lost.until_s  # hosts that survived the loss may have stayed all the time
+        if stays != (lost.joined_s is not None):
+            losses[node] = replace(lost, joined_s=now_s if stays else None)
         elif lost.joined_s is not None and now_s - lost.joined_s >= limits.forget_s:
             del losses[node]
             reasons.append(f"node {node} has stayed for {limits.forget_s:.0f} s, its losses are forgotten")

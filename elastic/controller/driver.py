@@ -292,7 +292,8 @@ def _with_clock(report: Report, ahead_s: float) -> Report:
 def _entry(
     now_s: float, event: events.Event, state: RunState, actions: tuple[Any, ...], reason: str, config: Config
 ) -> dict[str, Any]:
-    short = state.phase is Phase.WAITING and len(state.hosts) < hosts_wanted(config, state.step)[0]
+    hosts = sum(host not in state.refused for host in state.hosts)
+    short = state.phase is Phase.WAITING and hosts < hosts_wanted(config, state.step)[0]
     return {
         "schema": journal.SCHEMA,
         "t": now_s,

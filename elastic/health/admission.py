@@ -68,7 +68,9 @@ def cut_off(checks: Mapping[str, NodeCheck], first: Collection[str]) -> dict[str
     refused = {}
     for host in order:
         check = checks[host]
-        missed = [] if check.link_to or host in first else [other for other in check.unreached if other in passed]
+        missed = (
+            [] if check.link_to or host in first else [other for other in sorted(check.unreached) if other in passed]
+        )
         if missed:
             refused[host] = f"it can't reach {missed[0]}: {check.unreached[missed[0]]}; see to its network"
         else:

@@ -42,7 +42,7 @@ def multiply(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     matrix-vector products in int64.
     """
     rows = ROWS[device.type]
-    left, right = (_whole_numbers(rows, dtype, seed) for seed in (1, 2))
+    left, right = (whole_numbers(rows, dtype, seed) for seed in (1, 2))
     weights = np.random.default_rng(3).integers(1, 1 << 20, rows)
     wanted = left @ (right @ weights)
     ours, theirs = (torch.from_numpy(values).to(device, dtype) for values in (left, right))
@@ -50,17 +50,17 @@ def multiply(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     wrong, best_s = 0, 0.0
     for limit_s in (0.0, SECONDS):
         best_s = _best_s(lambda: torch.mm(ours, theirs, out=product), device, limit_s)
-        wrong = max(wrong, _wrong_rows(product, weights, wanted))
+        wrong = max(wrong, wrong_rows(product, weights, wanted))
     return {"gemm_gflops": round(2e-9 * rows**3 / best_s, 2), "gemm_wrong": wrong}
 
 
-def _wrong_rows(product: Tensor, weights: Whole, wanted: Whole) -> int:
+def wrong_rows(product: Tensor, weights: Whole, wanted: Whole) -> int:
     found = torch.nan_to_num(product.to("cpu", torch.float64), nan=0.5).numpy()
     whole = np.rint(np.clip(found, -(2.0**40), 2.0**40)).astype(np.int64)
     return int(np.count_nonzero((whole @ weights != wanted) | (whole != found).any(axis=1)))
 
 
-def _whole_numbers(rows: int, dtype: torch.dtype, seed: int) -> Whole:
+def whole_numbers(rows: int, dtype: torch.dtype, seed: int) -> Whole:
     """In float32 a sum of `rows` products stays below 2**24; bfloat16 has 8 bits, so there are few ones among zeros."""
     rng = np.random.default_rng(seed)
     if dtype is torch.bfloat16:
