@@ -161,7 +161,7 @@ def _train(parsed: argparse.Namespace) -> int:
         _print_lines([*preflight.config_lines(config), "", *preflight.plan_lines(config), f"not started: {told}"])
         return EXIT_DONE
     _say(told)
-    from elastic.worker.check import check
+    from elastic.worker.task_check import check
 
     config = check(config)
     asked = resume.settle(config, asked, start)
@@ -213,7 +213,7 @@ def _config_check(parsed: argparse.Namespace) -> int:
 
 def _chaos(parsed: argparse.Namespace) -> int:
     from elastic.chaos import faults
-    from elastic.worker.check import check
+    from elastic.worker.task_check import check
 
     config = load(parsed.job, tuple(parsed.overrides))
     config = config.model_copy(update={"run": f"{config.run}-chaos"})

@@ -167,6 +167,31 @@ class Policies(Section):
     quarantine: Policy = "observe"
 
 
+class Admission(Section):
+    """What a node must show before its hosts take part (docs/operations.md).
+
+    Refused: less free memory than arena and trainer need and `memory_spare_bytes` beside, less than
+    `disk_free_bytes_min` for logs, a wrong result of a product or a copy, no answer from the network. `slow`: observe
+    marks a host below `slow_ratio` times the median of the other nodes, act leaves it out while there are enough
+    others. A host that can't be refused for good checks again every `again_s`.
+    A node that is lost the second time rests for `rest_s` before its new hosts take part, then twice as long each time
+    up to `rest_s_max`; after `forget_s` of membership its losses are forgotten.
+    """
+
+    enabled: bool = True
+    memory_spare_bytes: int = Field(256 << 20, ge=0)
+    disk_free_bytes_min: int = Field(256 << 20, ge=0)
+    slow: Literal["off", "observe", "act"] = "observe"
+    slow_ratio: float = Field(0.5, gt=0, lt=1)
+    clock_offset_s_max: float = Field(2.0, gt=0)
+    device_timeout_s: int = Field(30, ge=1)
+    link_timeout_s: float = Field(5.0, gt=0)
+    again_s: float = Field(10.0, gt=0)
+    rest_s: float = Field(5.0, ge=0)
+    rest_s_max: float = Field(600.0, ge=0)
+    forget_s: float = Field(600.0, ge=0)
+
+
 class LocalCluster(Section):
     """The Ray nodes that `elastic train` starts on this machine when no address is given."""
 
@@ -217,6 +242,7 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     control: Control = Control()
     policies: Policies = Policies()
+    admission: Admission = Admission()
     local: LocalCluster = LocalCluster()
     sizes: Sizes = Sizes()
     schedule: tuple[Resize, ...] = ()

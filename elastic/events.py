@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from elastic.plan import Assignment, Endpoint, RestorePlan, SnapshotKey
+from elastic.plan import Assignment, Endpoint, Member, RestorePlan, SnapshotKey
 
 ExitKind = Literal["lost", "peer", "user", "stopped", "paused", "done"]
 
@@ -95,10 +95,41 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCheck:
+    """What a host found out about its node before it takes part; once per incarnation, again only where it failed.
+
+    memory_free_bytes: before the arena was reserved; memory_wanted_bytes: arena and, on a CPU, the trainer's state.
+    disk_free_bytes: where its logs go. gpus: visible ones. gemm_gflops: GFLOP/s of the best of many matrix products in
+    the run's precision, on the device that trains; gemm_wrong: rows that differ from the known result. copy_gbs:
+    GB/s from the device's memory into the host's; copy_wrong: numbers that arrived changed.
+    link_to: the host that some MB were sent to and came back from, "" where none was named; link_ms: best round trip;
+    link_mbs: MB/s, the slower direction. unreached: hosts that did not answer, with why.
+    failed: why the device or the memory could not be used at all. clock_ahead_s: of the coordinator's clock, found by
+    the driver.
+    """
+
+    memory_free_bytes: int = 0
+    memory_wanted_bytes: int = 0
+    disk_free_bytes: int = 0
+    gpus: int = 0
+    gemm_gflops: float = 0.0
+    gemm_wrong: int = 0
+    copy_gbs: float = 0.0
+    copy_wrong: int = 0
+    link_to: str = ""
+    link_ms: float = 0.0
+    link_mbs: float = 0.0
+    unreached: dict[str, str] = field(default_factory=dict)
+    failed: str = ""
+    clock_ahead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Host -> coordinator, on every change and at least each heartbeat. Older `seq` of a host are dropped.
 
-    ready: a trainer can be started (template up); warm: a standby waits. step: newest step that the trainer's
+    ready: a trainer can be started (template up, check made); warm: a standby waits. check: None until it is made.
+    sent_s: the host's wall clock, seconds since the epoch. step: newest step that the trainer's
     progress mark shows. steps: records of its last trainer that the order's `steps_seen` does not cover (a key of
     another generation covers none), oldest first, a bounded number; rank 0's host tells them as they come, every
     other host once its trainer has exited: each completed step is then known as long as one host of the generation
@@ -122,6 +153,8 @@ class Report:
     uploads: tuple[Uploaded, ...] = ()
     skipped: int = 0
     pids: dict[str, int] = field(default_factory=dict)
+    check: NodeCheck | None = None
+    sent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +166,8 @@ class Order:
     `running`: it was sent before. drain: pause at the next step boundary. keep: the newest safe snapshot; older
     ones may be overwritten. upload: copy this sealed own shard to storage. steps_seen: the newest record of that
     generation that is in the journal. finish: the run is over, end. evicted: this incarnation is no longer a member
-    of the run; kill, forget and come back as a new host.
+    of the run; kill, forget and come back as a new host. neighbours: whom to try the network with, the first that
+    answers is enough.
     """
 
     host: str
@@ -148,6 +182,7 @@ class Order:
     steps_seen: SnapshotKey | None = None
     evicted: bool = False
     finish: bool = False
+    neighbours: tuple[Member, ...] = ()
 
 
 # ---------------------------------------------------------------- facts: the input of `decide`

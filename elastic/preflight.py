@@ -9,11 +9,10 @@ from pathlib import Path
 
 import yaml
 
-from elastic.cluster.host import shard_bytes
 from elastic.config import Config, ConfigError
 from elastic.config_text import Key, Text
 from elastic.model.shape import parameters
-from elastic.planner.memory import arenas_bytes, host_bytes
+from elastic.planner.memory import arenas_bytes, host_bytes, shard_bytes
 from elastic.planner.search import choose
 from elastic.resume import Start
 

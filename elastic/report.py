@@ -20,6 +20,7 @@ from elastic.resume import saved_config
 from elastic.telemetry import ledger
 from elastic.telemetry.lineage import lineage
 
+ADMISSION_LINES_MAX = 20
 PHASES = ("detect", "stop", "decide", "fork", "rendezvous", "build", "restore", "first step")
 # The trainers' marks, in the order in which they pass.
 MARKS = {"start": "fork", "group": "rendezvous", "build": "build", "restore": "restore", "first_step": "first step"}
@@ -177,10 +178,24 @@ def summary_lines(run_dir: Path) -> list[str]:
         f"generations {len(starts)}, worlds {' '.join(str(len(start['hosts'])) for start in starts)}",
         f"incidents   {len(told)}",
         *(f"  {line}" for line in recovery_lines(told)),
+        *(f"node        {line}" for line in admission_lines(entries)),
         f"time        {wall_s:.1f} s: "
         + ", ".join(f"{name} {s:.1f} s ({100 * s / wall_s:.0f} %)" for name, s in spent.seconds().items()),
         f"files       {run_dir} (journal.jsonl, config.yaml, log/, data/, logs/)",
     ]
+
+
+def admission_lines(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Hosts that were refused or marked, nodes that rested; each once, the newest last."""
+    lines: dict[str, None] = {}
+    for action in (action for entry in entries for action in entry["actions"]):
+        if action["kind"] in ("RefuseHost", "MarkHost"):
+            lines[f"{action['host']} {'refused' if action['kind'] == 'RefuseHost' else 'marked'}: {action['why']}"] = (
+                None
+            )
+        elif action["kind"] == "RestNode":
+            lines[f"{action['node']} rested: it was lost {action['losses']} times"] = None
+    return [*lines][-ADMISSION_LINES_MAX:]
 
 
 # ---------------------------------------------------------------- proof of the samples

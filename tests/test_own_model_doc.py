@@ -13,7 +13,7 @@ import pytest
 from elastic.config import Config
 from elastic.controller.state import Phase
 from elastic.events import StepRecord
-from elastic.worker.check import check
+from elastic.worker.task_check import check
 from tests.process.running import Running, small
 
 pytestmark = pytest.mark.timeout(400)

@@ -247,10 +247,14 @@ class Arena:
             places = _places(words)
             del words
         os.ftruncate(fd, places[-1].stop)
-        if prefault:
-            for place in places[:OWN_BUFFERS]:
-                _reserve(fd, place.data, place.nbytes)
-        return cls(fd)
+        try:
+            if prefault:
+                for place in places[:OWN_BUFFERS]:
+                    _reserve(fd, place.data, place.nbytes)
+            return cls(fd)
+        except CheckpointError:
+            os.close(fd)  # with what it did get
+            raise
 
     @classmethod
     def attach(cls, fd: int) -> Arena:

@@ -18,8 +18,8 @@ from elastic.cluster.ray_private import in_place_trainer
 from elastic.config import Config, ConfigError
 from elastic.data.prepare import prepare
 from elastic.resume import Resume, choose, settle
-from elastic.worker.check import check
 from elastic.worker.task import name_of
+from elastic.worker.task_check import check
 
 GROUP_START_S = 60.0  # Ray Train tries to start a group for this long, then again
 OUTCOME_TIMEOUT_S = 30.0

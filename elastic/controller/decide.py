@@ -13,7 +13,7 @@ from typing import Any
 from elastic import events
 from elastic.config import Config
 from elastic.config_live import with_settings
-from elastic.controller import generations, recovery, requests
+from elastic.controller import admission, generations, recovery, requests
 from elastic.controller.actions import CommitCheckpoint, EvictHost, KeepSnapshot, UploadSnapshot
 from elastic.controller.state import ALIVE, TERMINAL, Decision, Phase, RunState, check
 from elastic.health import silence
@@ -28,11 +28,12 @@ def decide(state: RunState, event: events.Event, now_s: float, config: Config) -
         return Decision(state=state)
     config = effective(state, config)
     taken = _TAKE[type(event)](state, event, now_s, config)
-    advanced = _advance(taken.state, now_s, config)
+    reviewed = admission.review(state, taken.state, now_s, config)
+    advanced = _advance(reviewed.state, now_s, config)
     decision = Decision(
         state=advanced.state,
-        actions=taken.actions + advanced.actions,
-        reason="; ".join(filter(None, (taken.reason, advanced.reason))),
+        actions=taken.actions + reviewed.actions + advanced.actions,
+        reason="; ".join(filter(None, (taken.reason, reviewed.reason, advanced.reason))),
     )
     check(decision.state, config)
     return decision

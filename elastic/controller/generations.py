@@ -40,7 +40,8 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
         return _hold(state, f"paused by {state.paused_by}", now_s, config)
     members, reason = form(state, config, now_s)
     if members is None:
-        enough = len(available(state)) >= hosts_wanted(state, config)[0]
+        fewest = hosts_wanted(state, config)[0]
+        enough = len(available(state, fewest)) >= fewest
         since_s = (state.enough_since_s or now_s) if enough else None
         if not enough and now_s - state.since_s > config.control.hosts_wait_s:
             waiting = replace(state, waiting_for=reason)
@@ -177,7 +178,8 @@ def grow(state: RunState, now_s: float, config: Config) -> Decision:
     if len(state.members) >= most or (config.policies.resize == "off" and not is_ordered):
         return Decision(state=state)
     nodes = nodes_wanted(state)
-    free = [r for r in state.present if r.host not in state.members and r.node in nodes]
+    out = {*state.members, *state.refused, *state.held}
+    free = [r for r in state.present if r.host not in out and r.node in nodes]
     able = [r for r in available(state) if r.host not in state.members]
     candidates = [r for r in able if r.warm or not config.warm_standby]
     if not candidates:

@@ -85,7 +85,7 @@ def _restart_coordinator(world: World) -> None:
 def _kill_template(world: World) -> None:
     if up := world.up():
         host = world.rng.choice(up)
-        host.ready = False
+        host.up = False
         if host.trainer and not host.trainer.exit:
             _end_trainer(world, host)
         world.after(world.draw(1.0, 6.0), world.warm, host)
@@ -123,6 +123,30 @@ def _set(world: World) -> None:
     world.driver.take(events.SettingChanged(key=key, value=value, who="sim", why="drawn"))
 
 
+def _flap(world: World) -> None:
+    """A node that dies and comes back, again and again."""
+    if hosts := _drawn_node(world):
+        _die_and_return(world, {(host.node, host.slot) for host in hosts}, world.rng.randint(2, 5))
+
+
+def _die_and_return(world: World, slots: set[tuple[str, int]], times: int) -> None:
+    for host in world.up():
+        if (host.node, host.slot) in slots:
+            world.kill_host(host)
+    for node, slot in sorted(slots):
+        world.after(world.draw(0.5, 2.0), world.add_host, node, slot)
+    if times > 1 and world.faults_on:
+        world.after(world.draw(5.0, 20.0), _die_and_return, world, slots, times - 1)
+
+
+def _cut(world: World) -> None:
+    """New hosts of a node reach nobody, and nobody's new hosts reach it."""
+    if nodes := sorted({host.node for host in world.up()}):
+        node = world.rng.choice(nodes)
+        world.cut.add(node)
+        world.after(world.draw(5.0, 30.0), world.cut.discard, node)
+
+
 def _two_at_once(world: World) -> None:
     for kind in world.rng.sample(("kill_trainer", "kill_host", "kill_node", "kill_template"), 2):
         KINDS[kind](world)
@@ -142,5 +166,7 @@ KINDS: dict[str, Callable[[World], None]] = {
     "resize": _resize,
     "checkpoint": _checkpoint,
     "set": _set,
+    "flap": _flap,
+    "cut": _cut,
     "two_at_once": _two_at_once,
 }

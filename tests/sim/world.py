@@ -23,7 +23,7 @@ from tests.sim import checkers
 from tests.sim.clock import VirtualClock
 from tests.sim.cluster import SimCluster, SimCommits
 from tests.sim.faults import KINDS, thaw
-from tests.sim.hosts import SimHost, Trainer, chain
+from tests.sim.hosts import Quality, SimHost, Trainer, chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class Options:
     step_s: float
     fault_every_s: float
     faults: tuple[str, ...]
+    bad_nodes: float
 
     @staticmethod
     def draw(rng: random.Random) -> Options:
@@ -53,6 +54,7 @@ class Options:
             step_s=rng.choice((0.05, 0.2, 0.6)),
             fault_every_s=rng.choice((2.0, 6.0, 15.0)),
             faults=tuple(sorted(rng.sample(kinds, rng.randint(1, len(kinds))))),
+            bad_nodes=rng.choice((0.0, 0.1, 0.4)),
         )
 
 
@@ -68,6 +70,8 @@ class World:
         self.storage: dict[str, int] = {}
         self.log: list[RestorePlan] = []
         self.restarts = 0
+        self.quality: dict[str, Quality] = {}
+        self.cut: set[str] = set()
         self._nodes = 0
         self._incarnations = 0
         self._buffer = io.BytesIO()
@@ -96,6 +100,10 @@ class World:
                 "control": {
                     "heartbeat_s": 0.5, "silence_s": 3.0, "start_wait_s": 10.0, "hosts_wait_s": 3600.0,
                     "start_timeout_s": 20.0, "failures_without_progress_max": 1000,
+                },
+                "admission": {
+                    "enabled": rng.random() < 0.9, "slow": rng.choice(("off", "observe", "act")),
+                    "rest_s_max": rng.choice((20.0, 600.0)), "forget_s": rng.choice((10.0, 600.0)),
                 },
             }
         )  # fmt: skip
@@ -144,6 +152,8 @@ class World:
 
     def add_node(self) -> None:
         self._nodes += 1
+        bad = self.faults_on and self.rng.random() < self.options.bad_nodes
+        self.quality[f"n{self._nodes}"] = self.rng.choice(("short", "broken", "slow")) if bad else "good"
         for slot in range(self.options.slots):
             self.add_host(f"n{self._nodes}", slot)
 
@@ -157,7 +167,10 @@ class World:
         self.after(0.5, self._beat, host)
 
     def warm(self, host: SimHost) -> None:
-        host.ready = True
+        """Its template is up; it takes part once its node is checked."""
+        host.up = True
+        if host.check is None and self.config.admission.enabled:
+            host.examine()
         host.report()
 
     def _beat(self, host: SimHost) -> None:
@@ -336,5 +349,6 @@ class World:
             self.driver.take(events.NodeReleased(node=node, why="healed"))
         self.driver.take(events.ResumeRequested(who="sim", why="healed"))
         self.driver.take(events.ResizeRequested(nodes=None, hosts=None, who="sim", why="healed"))
-        while len(self.up()) < self.config.hosts_min:
+        self.cut.clear()
+        while sum(self.quality[host.node] in ("good", "slow") for host in self.up()) < self.config.hosts_min:
             self.add_node()

@@ -11,7 +11,7 @@ import pytest
 
 from elastic.config import Config, ConfigError, TaskError
 from elastic.worker import task
-from elastic.worker.check import check
+from elastic.worker.task_check import check
 
 MODEL = """
 from torch import nn
@@ -85,7 +85,7 @@ def test_a_script_names_and_starts_its_own_task(tmp_path: Path) -> None:
     """It is imported under another name by the process that tries it, so its last lines do not run again."""
     script = """
 from elastic.config import Config
-from elastic.worker.check import check
+from elastic.worker.task_check import check
 from elastic.worker.task import name_of
 
 if __name__ == "__main__":
@@ -102,7 +102,7 @@ if __name__ == "__main__":
 def test_a_script_without_a_guard_does_not_start_itself_again(tmp_path: Path) -> None:
     script = """
 from elastic.config import Config
-from elastic.worker.check import check
+from elastic.worker.task_check import check
 check(Config(task=__file__ + ":Task"))
 """
     file = written(tmp_path, MODEL + script)

@@ -1,7 +1,7 @@
 """A task of one's own is tried before anything starts: imported, built, one step on made-up samples.
 
 In a process of its own, so that the driver imports neither torch nor the task. It also tells how large a host's
-arena must be. `python -m elastic.worker.check CONFIG_FD ANSWER_FD` is that process.
+arena must be. `python -m elastic.worker.task_check CONFIG_FD ANSWER_FD` is that process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _ask(config: Config, timeout_s: float) -> dict[str, Any]:
     try:
         os.pwrite(fds[0], config.model_dump_json().encode(), 0)
         process = subprocess.run(
-            [sys.executable, "-m", "elastic.worker.check", *map(str, fds)],
+            [sys.executable, "-m", "elastic.worker.task_check", *map(str, fds)],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
