@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"elastic: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
+        print("\nelastic: ended at once", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--fault", action="append", default=[], metavar="KIND@step=N[,rank=R][,seconds=S]", help="may be given often"
     )
     _add_job(commands, "prepare", _prepare, "prepare a job's corpus and stop")
+    _add_logs(commands)
     for name, command, text in (
         ("report", _report, "what a run did: recoveries, where time went"),
         ("verify-data", _verify_data, "prove that each sample was used exactly once"),
@@ -63,6 +65,17 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/quickstart")
         sub.set_defaults(command=command)
     return parser
+
+
+def _add_logs(commands: Any) -> None:
+    text = "what trainers printed, several ranks as one; after a failure its last lines first"
+    sub = commands.add_parser("logs", help=text, description=text)
+    sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/quickstart")
+    sub.add_argument("--generation", type=int, help="default: the newest")
+    sub.add_argument("--rank", type=int, help="default: all")
+    sub.add_argument("--hosts", action="store_true", help="of the hosts' own processes instead of the trainers")
+    sub.add_argument("--follow", action="store_true", help="until the run ends")
+    sub.set_defaults(command=_logs)
 
 
 def _add_job(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
@@ -129,14 +142,21 @@ def _verify_data(parsed: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _logs(parsed: argparse.Namespace) -> int:
+    from elastic.cluster.run_logs import host_lines, trainer_lines
+
+    which = {"generation": parsed.generation, "rank": parsed.rank, "follow": parsed.follow}
+    for line in host_lines(parsed.run) if parsed.hosts else trainer_lines(parsed.run, **which):
+        _say(line)
+    return EXIT_DONE
+
+
 def _exit_code(config: Config, ended: Any) -> int:
-    from elastic.report import failure_of
+    from elastic.report import failure_of, finished
 
     failure, detail = failure_of(config.run_dir())
-    if ended.interrupted:
-        return EXIT_INTERRUPTED
     if ended.error is None:
-        return EXIT_DONE
+        return EXIT_INTERRUPTED if ended.interrupted and not finished(config) else EXIT_DONE
     print(f"elastic: the run failed, {failure or type(ended.error).__name__}: {detail or ended.error}", file=sys.stderr)
     return EXIT_OF.get(failure, EXIT_FAILED)
 
@@ -146,6 +166,8 @@ def _set_ray_environment() -> None:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A SIGTERM while local nodes start must not wait 30 s for them to drain.
+    os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 
 # ---------------------------------------------------------------- what a person sees

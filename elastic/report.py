@@ -176,7 +176,7 @@ def summary_lines(run_dir: Path) -> list[str]:
         *(f"  {line}" for line in recovery_lines(told)),
         f"time        {wall_s:.1f} s: "
         + ", ".join(f"{name} {s:.1f} s ({100 * s / wall_s:.0f} %)" for name, s in spent.seconds().items()),
-        f"files       {run_dir} (journal.jsonl, config.yaml, log/, data/, logs/)",
+        f"files       {run_dir} (journal.jsonl, config.yaml, log/, data/); output: elastic logs {run_dir}",
     ]
 
 

@@ -15,14 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.checkpoint.store import open_store
 from elastic.cluster.children import HostError
 from elastic.cluster.crew import Crew, Resources, reserve
+from elastic.cluster.log_tails import LogTails
 from elastic.cluster.stream import Client
 from elastic.config import Config
 from elastic.events import Order, Report, StepRecord
 from elastic.model.shape import parameters
 from elastic.plan import Assignment, Endpoint, SnapshotKey
 from elastic.planner.memory import shard_bytes_max
+from elastic.telemetry.logs import host_log
 
 __all__ = ["HostError", "HostSettings", "run_host"]
 
@@ -37,7 +40,8 @@ TENSORS_BESIDE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """What a host is told when it starts. `address`: its own IP, on which peers reach its mover and its store."""
+    """What a host is told when it starts. `address`: its own IP, on which peers reach its mover and its store.
+    `log_dir`: a directory of its own on the disk of its node."""
 
     coordinator: Endpoint
     token: str
@@ -59,22 +63,27 @@ def run_host(settings: HostSettings, *, stopped: Callable[[], bool]) -> str:
     """
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     client = Client(settings.coordinator.address, settings.coordinator.port, settings.token)
+    tails = LogTails(settings.log_dir, open_store(str(settings.config.run_dir())), settings.node)
     try:
         while True:
             # Unique also across processes: an evicted incarnation never comes back.
             name = f"{settings.node}/{settings.slot}.{os.getpid()}-{uuid.uuid4().hex[:6]}"
-            why = _run_incarnation(settings, name, client, stopped)
+            log.info("host %s serves run %s, pid %d", name, settings.config.run, os.getpid())
+            why = _run_incarnation(settings, name, client, tails, stopped)
             if why != "evicted":
                 return why
             log.info("%s was evicted; it comes back as a new host", name)
     finally:
         client.close()
+        tails.close()
 
 
-def _run_incarnation(settings: HostSettings, name: str, client: Client, stopped: Callable[[], bool]) -> str:
+def _run_incarnation(
+    settings: HostSettings, name: str, client: Client, tails: LogTails, stopped: Callable[[], bool]
+) -> str:
     resources = reserve(
         address=settings.address,
-        log=settings.log_dir / f"host-{settings.node}-{settings.slot}.log",
+        log=settings.log_dir / host_log(settings.node, settings.slot),
         shard_bytes=shard_bytes(settings.config),
         received_buffers=received_buffers(settings.config),
     )
@@ -87,7 +96,7 @@ def _run_incarnation(settings: HostSettings, name: str, client: Client, stopped:
     }
     crew = Crew(settings.config, resources, told_to_template)
     try:
-        return _Host(settings, name, client, resources, crew).run(stopped)
+        return _Host(settings, name, client, resources, crew, tails).run(stopped)
     finally:
         crew.close()
         resources.close()
@@ -107,12 +116,15 @@ def received_buffers(config: Config) -> int:
 class _Host:
     """One incarnation: what was ordered, what is the case, what was told."""
 
-    def __init__(self, settings: HostSettings, name: str, client: Client, resources: Resources, crew: Crew) -> None:
+    def __init__(
+        self, settings: HostSettings, name: str, client: Client, resources: Resources, crew: Crew, tails: LogTails
+    ) -> None:
         self._settings = settings
         self._name = name
         self._client = client
         self._resources = resources
         self._crew = crew
+        self._tails = tails
         self._order: Order | None = None
         self._assignment: Assignment | None = None
         self._ordered_s = 0.0
@@ -201,6 +213,8 @@ class _Host:
             self._news_s = now_s
         due = self._news_s is not None and now_s - self._news_s >= NEWS_WAIT_S
         if self._connected and (self._crew.changed or due or late or reconnected):
+            if self._crew.changed and self._crew.told.phase == "exited":
+                self._tails.hurry()
             self._crew.changed = self._crew.news = False
             self._news_s = None
             self._reported_s = now_s

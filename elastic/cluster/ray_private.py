@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -315,6 +316,11 @@ class InPlaceTrainer(DataParallelTrainer):
             self._register_sigint_handler(controller)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())
+
+
+def node_log_dir() -> Path:
+    """Where Ray keeps the logs of this node and session, on the node's disk. To be called in a worker."""
+    return Path(get_train_application_worker_log_path()).parent.parent
 
 
 def placement_prefix(run_id: str) -> str:
