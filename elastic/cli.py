@@ -166,8 +166,6 @@ def _set_ray_environment() -> None:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A SIGTERM while local nodes start must not wait 30 s for them to drain.
-    os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 
 # ---------------------------------------------------------------- what a person sees

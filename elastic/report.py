@@ -68,7 +68,7 @@ def config_of(run_dir: Path) -> Config:
 
 
 def recoveries(entries: Sequence[dict[str, Any]], faults_at_s: Sequence[float] = ()) -> list[Recovery]:
-    """Each incident that a later generation ended, in order. `faults_at_s`: when faults were injected, if known."""
+    """Each incident that a later generation of its attempt ended, in order. `faults_at_s`: when faults were injected, if known."""
     found = []
     index = 0
     while index < len(entries):
@@ -79,7 +79,7 @@ def recoveries(entries: Sequence[dict[str, Any]], faults_at_s: Sequence[float] =
         last = index
         while last < len(entries) and entries[last]["incident"] is not None:
             last += 1
-        if last < len(entries):
+        if last < len(entries) and entries[last]["event"]["kind"] != "RunStarted":
             found.append(_recovery(entries, index, last, faults_at_s))
         index = last
     return found

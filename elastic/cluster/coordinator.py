@@ -31,7 +31,6 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
 from elastic.checkpoint.store import open_store
 from elastic.clock import RealClock
-from elastic.cluster.ray_nodes import NAMESPACE
 from elastic.cluster.stream import Server
 from elastic.config import Config, ElasticError
 from elastic.controller.driver import Driver, replay
@@ -43,6 +42,7 @@ from elastic.telemetry import journal
 
 logger = logging.getLogger(__name__)
 
+NAMESPACE = "elastic"
 CALL_TIMEOUT_S = 60.0
 IDLE_S = 0.5
 RECENT_STEPS = 20

@@ -32,7 +32,6 @@ class Ladder:
         self.asked = False
         self.gentle = False
         self._ending = False
-        self._seen = 0
         self._before: dict[signal.Signals, Any] = {}
         self._before_fd = -1
         self._reader, self._writer = socket.socketpair()
@@ -48,8 +47,6 @@ class Ladder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is SystemExit and self._seen:  # Ray's own handler, while its nodes started
-            raise KeyboardInterrupt from error
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._before_fd)
@@ -69,9 +66,10 @@ class Ladder:
             self.end()
 
     def _watch(self) -> None:
+        seen = 0
         while data := self._reader.recv(64):
-            self._seen += sum(number in SIGNALS for number in data)
-            if self._seen >= KILLS_AT:
+            seen += sum(number in SIGNALS for number in data)
+            if seen >= KILLS_AT:
                 print("elastic: killed", file=sys.stderr, flush=True)
                 send_signal(family(os.getpid())[1:], signal.SIGKILL)
                 os._exit(EXIT_KILLED)

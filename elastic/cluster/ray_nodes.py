@@ -12,19 +12,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
-from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 
+from elastic.cluster import ray_private
+from elastic.cluster.coordinator import NAMESPACE
 from elastic.config import ElasticError
 
-NAMESPACE = "elastic"
 # Ray's defaults find a killed node after 14 s and a silent one after 65 s. Too eager for a real cluster, where
 # a busy raylet may miss checks for seconds.
 HEALTH_CHECK = {
@@ -66,9 +65,9 @@ class LocalNodes:
 
     def __enter__(self) -> LocalNodes:
         _check_main_thread()
-        self._before = (_children(), _sessions())
+        self._before = (_children(), ray_private.sessions_of(os.getpid()))
         try:
-            with signals_kept():
+            with ray_private.signals_kept():
                 self._start()
         except BaseException:
             self.__exit__(*sys.exc_info())
@@ -85,7 +84,7 @@ class LocalNodes:
             no_monitor=True,
             _system_config=self._health_check,
         )
-        for session in _sessions() - self._before[1]:
+        for session in ray_private.sessions_of(os.getpid()) - self._before[1]:
             (session / DRIVER_MARK).write_text(str(os.getpid()))
         _remove_sessions_of_the_dead()
         for _ in range(self._nodes):
@@ -112,8 +111,8 @@ class LocalNodes:
         if self._cluster is not None:
             self._cluster.shutdown()
             self._cluster = None
-        for session in _sessions() - sessions:
-            if error is None or isinstance(error, KeyboardInterrupt | SystemExit):
+        for session in ray_private.sessions_of(os.getpid()) - sessions:
+            if error is None or isinstance(error, KeyboardInterrupt):
                 shutil.rmtree(session, ignore_errors=True)
             else:
                 (session / DRIVER_MARK).unlink(missing_ok=True)
@@ -147,7 +146,7 @@ class LocalNodes:
     def add_node(self) -> str:
         """Start one more worker node; returns its id once Ray knows it."""
         _check_main_thread()
-        with signals_kept():
+        with ray_private.signals_kept():
             return self._add_node(wait=True)
 
     def _add_node(self, *, wait: bool) -> str:
@@ -177,27 +176,12 @@ class LocalNodes:
         return found[0]
 
 
-@contextmanager
-def signals_kept() -> Iterator[None]:
-    """Ray puts handlers of its own on SIGTERM where it starts or joins a cluster; afterwards ours are back."""
-    ours = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, ours)
-
-
-def _sessions() -> set[Path]:
-    """Directories of the Ray sessions that this process started."""
-    return set(Path(get_default_ray_temp_dir()).glob(f"session_2*_{os.getpid()}"))
-
-
 def _remove_sessions_of_the_dead() -> None:
-    for mark in Path(get_default_ray_temp_dir()).glob(f"session_2*/{DRIVER_MARK}"):
-        pid = int(mark.read_text() or 0)
-        if not Path(f"/proc/{pid}").exists():
-            print(f"removed {mark.parent}, which driver {pid} left when it was killed", file=sys.stderr)
-            shutil.rmtree(mark.parent, ignore_errors=True)
+    for session in ray_private.sessions_of(None):
+        mark = session / DRIVER_MARK
+        if mark.exists() and not Path(f"/proc/{mark.read_text()}").exists():
+            print(f"removed {session}, which a driver left when it was killed", file=sys.stderr)
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def _processes(node: Any) -> list[Any]:

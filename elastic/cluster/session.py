@@ -19,7 +19,8 @@ from ray.train import Result
 from elastic.cluster import coordinator
 from elastic.cluster.driver_lock import only_driver
 from elastic.cluster.ladder import Ladder
-from elastic.cluster.ray_nodes import NAMESPACE, LocalNodes, signals_kept
+from elastic.cluster.ray_nodes import LocalNodes
+from elastic.cluster.ray_private import signals_kept
 from elastic.cluster.ray_train import ElasticTrainer
 from elastic.config import Config
 from elastic.controller.state import TERMINAL
@@ -158,7 +159,7 @@ def _cluster(config: Config, address: str | None, say: Say) -> AbstractContextMa
 def _connected(address: str) -> Iterator[None]:
     """To a given cluster; at the end Ray ends all actors of this job that are left."""
     with signals_kept():
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+        ray.init(address=address, namespace=coordinator.NAMESPACE, log_to_driver=False, logging_level="warning")
     try:
         yield
     finally:
