@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"elastic: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
+        print("\nelastic: ended at once", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_job(commands, "prepare", _prepare, "prepare a job's corpus and stop")
     _add_config(commands)
+    _add_logs(commands)
     for name, command, text in (
         ("report", _report, "what a run did: recoveries, where time went"),
         ("verify-data", _verify_data, "prove that each sample was used exactly once"),
@@ -130,6 +132,17 @@ def _add_config(commands: Any) -> None:
     _add_job(inner, "check", _config_check, "all that can be checked before a job starts")
     schema = inner.add_parser("schema", help="the JSON schema of job files", description="the JSON schema of job files")
     schema.set_defaults(command=_config_schema)
+
+
+def _add_logs(commands: Any) -> None:
+    text = "what trainers printed, several ranks as one; after a failure its last lines first"
+    sub = commands.add_parser("logs", help=text, description=text)
+    sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/quickstart")
+    sub.add_argument("--generation", type=int, help="default: the newest")
+    sub.add_argument("--rank", type=int, help="default: all")
+    sub.add_argument("--hosts", action="store_true", help="of the hosts' own processes instead of the trainers")
+    sub.add_argument("--follow", action="store_true", help="until the run ends")
+    sub.set_defaults(command=_logs)
 
 
 def _add_job(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
@@ -268,14 +281,21 @@ def _order(parsed: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _logs(parsed: argparse.Namespace) -> int:
+    from elastic.cluster.run_logs import host_lines, trainer_lines
+
+    which = {"generation": parsed.generation, "rank": parsed.rank, "follow": parsed.follow}
+    for line in host_lines(parsed.run) if parsed.hosts else trainer_lines(parsed.run, **which):
+        _say(line)
+    return EXIT_DONE
+
+
 def _exit_code(config: Config, ended: Any) -> int:
-    from elastic.report import failure_of
+    from elastic.report import failure_of, finished
 
     failure, detail = failure_of(config.run_dir())
-    if ended.interrupted:
-        return EXIT_INTERRUPTED
     if ended.error is None:
-        return EXIT_DONE
+        return EXIT_INTERRUPTED if ended.interrupted and not finished(config) else EXIT_DONE
     print(f"elastic: the run failed, {failure or type(ended.error).__name__}: {detail or ended.error}", file=sys.stderr)
     return EXIT_OF.get(failure, EXIT_FAILED)
 

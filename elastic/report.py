@@ -72,7 +72,10 @@ def config_of(run_dir: Path, attempt: int | None = None) -> Config:
 
 
 def recoveries(entries: Sequence[dict[str, Any]], faults_at_s: Sequence[float] = ()) -> list[Recovery]:
-    """Each incident that a later generation ended, in order. `faults_at_s`: when faults were injected, if known."""
+    """Each incident that a later generation of its attempt ended, in order.
+
+    `faults_at_s`: when faults were injected, if known.
+    """
     found = []
     index = 0
     while index < len(entries):
@@ -83,7 +86,7 @@ def recoveries(entries: Sequence[dict[str, Any]], faults_at_s: Sequence[float] =
         last = index
         while last < len(entries) and entries[last]["incident"] is not None:
             last += 1
-        if last < len(entries):
+        if last < len(entries) and entries[last]["event"]["kind"] != "RunStarted":
             found.append(_recovery(entries, index, last, faults_at_s))
         index = last
     return found
@@ -181,7 +184,7 @@ def summary_lines(run_dir: Path) -> list[str]:
         *(f"node        {line}" for line in admission_lines(entries)),
         f"time        {wall_s:.1f} s: "
         + ", ".join(f"{name} {s:.1f} s ({100 * s / wall_s:.0f} %)" for name, s in spent.seconds().items()),
-        f"files       {run_dir} (journal.jsonl, config.yaml, log/, data/, logs/)",
+        f"files       {run_dir} (journal.jsonl, config.yaml, log/, data/); output: elastic logs {run_dir}",
     ]
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import ray
 
 from elastic.cluster import coordinator
-from elastic.cluster.coordinator import RunError
-from elastic.cluster.ray_nodes import NAMESPACE
+from elastic.cluster.coordinator import NAMESPACE, RunError
 from elastic.config import ElasticError
 
 CONNECT_TIMEOUT_S = 3.0

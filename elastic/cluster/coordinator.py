@@ -13,6 +13,7 @@ import queue
 import secrets
 import socket
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -30,7 +31,6 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
 from elastic.checkpoint.store import Store, open_store
 from elastic.clock import RealClock
-from elastic.cluster.ray_nodes import NAMESPACE
 from elastic.cluster.stream import Server
 from elastic.config import Config, ElasticError
 from elastic.controller import requests
@@ -45,10 +45,12 @@ from elastic.telemetry import journal
 
 logger = logging.getLogger(__name__)
 
+NAMESPACE = "elastic"
 CALL_TIMEOUT_S = 60.0
 IDLE_S = 0.5
 RECENT_STEPS = 20
 GENERATIONS_LOST_MAX = 100  # begun after the last segment that reached storage: their numbers are not used again
+NAME_FREE_S, NAME_POLL_S = 20.0, 0.2
 
 
 class RunError(ElasticError):
@@ -330,10 +332,11 @@ class Coordinator:
 # ---------------------------------------------------------------- from the driver's and the hosts' side
 
 
-def start(config: Config, asked: Resume | None = None) -> Any:
+def start(config: Config, asked: Resume | None = None, *, name_free_s: float = NAME_FREE_S) -> Any:
     """Start the coordinator of `config.run` on this node, which goes on as `asked`; returns its actor handle.
 
-    RunError: a run of this name is already running in this cluster.
+    RunError: a run of this name is running in this cluster, and still after `name_free_s`: Ray needs some time to
+    end the actors of a driver that was killed.
     """
     # num_cpus=0 lands anywhere unless pinned: also on the node that is killed next.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -346,12 +349,18 @@ def start(config: Config, asked: Resume | None = None) -> Any:
         max_concurrency=64,
         scheduling_strategy=here,
     )
-    try:
-        return actor_class.remote(config, secrets.token_hex(16), asked or Resume())
-    except ValueError as error:
-        raise RunError(
-            f"run {config.run} is already running in this cluster; stop it, or give this one another name (run: ...)"
-        ) from error
+    deadline_s = time.monotonic() + name_free_s
+    while True:
+        try:
+            return actor_class.remote(config, secrets.token_hex(16), asked or Resume())
+        except ValueError as error:
+            if time.monotonic() < deadline_s:
+                time.sleep(NAME_POLL_S)
+                continue
+            raise RunError(
+                f"run {config.run} is already running in this cluster; stop it, or give this one another name (run: "
+                "...)"
+            ) from error
 
 
 def find(run: str) -> Any:

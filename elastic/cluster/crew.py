@@ -22,6 +22,7 @@ from elastic.cluster.children import HostError, Mover, Retry, Template, Trainer,
 from elastic.config import Config
 from elastic.events import Exit, StepRecord, TrainerReport, Uploaded, from_json
 from elastic.plan import Assignment, Endpoint, SnapshotKey
+from elastic.telemetry.logs import last_lines, trainer_log
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ SEAL_TIMEOUT_S = 10.0
 STATUS_TIMEOUT_S = 0.5
 RECORDS_MAX = 10_000
 UPLOADS_MAX = 8
-LOG_TAIL_BYTES = 4_000
+DETAIL_BYTES = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,10 +371,11 @@ class Crew:
             code = os.WEXITSTATUS(trainer.status) if os.WIFEXITED(trainer.status) else None
         if trainer.told is not None:
             return replace(trainer.told, code=code, signal=signal)
-        step = self.step_of(trainer.assignment.generation)
+        generation = trainer.assignment.generation
+        step = self.step_of(generation)
         if trainer.killed_s is not None:
             return Exit(kind="stopped", step=step, code=code, signal=signal)
-        detail = _tail(Path(self._told_to_template["log_dir"]) / trainer_log(trainer.assignment))
+        detail = _tail(Path(self._told_to_template["log_dir"]) / trainer_log(generation, trainer.assignment.rank))
         if self.template is None:
             detail = f"its template died with it\n{detail}".rstrip()
         return Exit(kind="lost", step=step, code=code, signal=signal, detail=detail)
@@ -384,15 +386,11 @@ class Crew:
         return progress.step if progress.generation == generation else 0
 
 
-def trainer_log(assignment: Assignment) -> str:
-    return f"trainer-g{assignment.generation}-r{assignment.rank}.log"
-
-
 def _tail(path: Path) -> str:
     """The last lines of a log; a trainer that died early may have none."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-30:])
+            file.seek(max(0, path.stat().st_size - DETAIL_BYTES))
+            return "\n".join(last_lines(file.read().decode(errors="replace")))
     except FileNotFoundError:
         return ""

@@ -16,14 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.store import open_store
 from elastic.cluster.check import HostCheck
 from elastic.cluster.children import HostError
 from elastic.cluster.crew import Crew, Resources, reserve
+from elastic.cluster.log_tails import LogTails
 from elastic.cluster.stream import Client
 from elastic.config import Config
 from elastic.events import Order, Report, StepRecord
 from elastic.plan import Assignment, Endpoint, SnapshotKey
 from elastic.planner.memory import reserved_bytes, shard_bytes
+from elastic.telemetry.logs import host_log
 
 __all__ = ["HostError", "HostSettings", "run_host"]
 
@@ -36,7 +39,8 @@ NEWS_WAIT_S = 0.008  # a step's record, seal and partner copy come within a few 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """What a host is told when it starts. `address`: its own IP, on which peers reach its mover and its store."""
+    """What a host is told when it starts. `address`: its own IP, on which peers reach its mover and its store.
+    `log_dir`: a directory of its own on the disk of its node."""
 
     coordinator: Endpoint
     token: str
@@ -58,19 +62,24 @@ def run_host(settings: HostSettings, *, stopped: Callable[[], bool]) -> str:
     """
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     client = Client(settings.coordinator.address, settings.coordinator.port, settings.token)
+    tails = LogTails(settings.log_dir, open_store(str(settings.config.run_dir())), settings.node)
     try:
         while True:
             # Unique also across processes: an evicted incarnation never comes back.
             name = f"{settings.node}/{settings.slot}.{os.getpid()}-{uuid.uuid4().hex[:6]}"
-            why = _run_incarnation(settings, name, client, stopped)
+            log.info("host %s serves run %s, pid %d", name, settings.config.run, os.getpid())
+            why = _run_incarnation(settings, name, client, tails, stopped)
             if why != "evicted":
                 return why
             log.info("%s was evicted; it comes back as a new host", name)
     finally:
         client.close()
+        tails.close()
 
 
-def _run_incarnation(settings: HostSettings, name: str, client: Client, stopped: Callable[[], bool]) -> str:
+def _run_incarnation(
+    settings: HostSettings, name: str, client: Client, tails: LogTails, stopped: Callable[[], bool]
+) -> str:
     config = settings.config
     told_to_template = {
         "config": config.model_dump(mode="json"),
@@ -86,7 +95,7 @@ def _run_incarnation(settings: HostSettings, name: str, client: Client, stopped:
         return why
     crew = Crew(config, reserved, told_to_template, check)
     try:
-        return _Host(settings, bare, client, reserved, crew).run(stopped)
+        return _Host(settings, bare, client, reserved, crew, tails).run(stopped)
     finally:
         crew.close()
         reserved.close()
@@ -103,7 +112,7 @@ def _reserve(
         try:
             reserved = reserve(
                 address=settings.address,
-                log=settings.log_dir / f"host-{settings.node}-{settings.slot}.log",
+                log=settings.log_dir / host_log(settings.node, settings.slot),
                 shard_bytes=shard_bytes(settings.config),
                 received_buffers=received_buffers(settings.config),
             )
@@ -140,13 +149,16 @@ def received_buffers(config: Config) -> int:
 class _Host:
     """One incarnation: what was ordered, what is the case, what was told."""
 
-    def __init__(self, settings: HostSettings, bare: Report, client: Client, resources: Resources, crew: Crew) -> None:
+    def __init__(
+        self, settings: HostSettings, bare: Report, client: Client, resources: Resources, crew: Crew, tails: LogTails
+    ) -> None:
         """`bare`: the report before this one had anything to show."""
         self._settings = settings
         self._bare = bare
         self._client = client
         self._resources = resources
         self._crew = crew
+        self._tails = tails
         self._order: Order | None = None
         self._assignment: Assignment | None = None
         self._ordered_s = 0.0
@@ -237,6 +249,8 @@ class _Host:
         due = self._news_s is not None and now_s - self._news_s >= NEWS_WAIT_S
         changed = self._crew.changed or self._crew.check.changed
         if self._connected and (changed or due or late or reconnected):
+            if self._crew.changed and self._crew.told.phase == "exited":
+                self._tails.hurry()
             self._crew.changed = self._crew.news = self._crew.check.changed = False
             self._news_s = None
             self._reported_s = now_s

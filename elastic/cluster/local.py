@@ -22,6 +22,7 @@ from elastic.cluster.stream import Server
 from elastic.config import Config
 from elastic.events import HostGone, Order, Report
 from elastic.plan import Endpoint
+from elastic.telemetry.logs import host_log
 from elastic.worker.template import die_with_parent
 
 ADDRESS = "127.0.0.1"
@@ -29,7 +30,8 @@ STOP_TIMEOUT_S = 10.0
 
 
 class LocalCluster:
-    """`nodes` x `hosts_per_node` hosts, node names "n0", "n1", ...; each node is a failure domain."""
+    """`nodes` x `hosts_per_node` hosts, node names "n0", "n1", ...; each node is a failure domain.
+    `log_dir` stands for the disks of the nodes; each host has a directory in it."""
 
     def __init__(self, config: Config, *, log_dir: Path, prepared: Path) -> None:
         self._config = config
@@ -55,6 +57,8 @@ class LocalCluster:
 
     def spawn(self, node: str, slot: int) -> int:
         """Start the host of one slot; returns its pid. The calling thread must outlive it (PR_SET_PDEATHSIG)."""
+        log_dir = self._log_dir / f"{node}-{slot}"
+        log_dir.mkdir(parents=True, exist_ok=True)
         settings = HostSettings(
             coordinator=self._server.endpoint,
             token=self._token,
@@ -63,13 +67,12 @@ class LocalCluster:
             domain=node,
             slot=slot,
             address=ADDRESS,
-            log_dir=self._log_dir,
+            log_dir=log_dir,
             prepared=self._prepared,
         )
-        self._log_dir.mkdir(parents=True, exist_ok=True)
         settings_fd = os.memfd_create("elastic-host-settings")
         os.pwrite(settings_fd, json.dumps(_to_json(settings)).encode(), 0)
-        with (self._log_dir / f"host-{node}-{slot}.log").open("ab") as log:
+        with (log_dir / host_log(node, slot)).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "elastic.cluster.local", str(settings_fd), str(os.getpid())],
                 pass_fds=[settings_fd],

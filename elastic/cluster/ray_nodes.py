@@ -20,9 +20,10 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from elastic.cluster import ray_private
+from elastic.cluster.coordinator import NAMESPACE
 from elastic.config import ElasticError
 
-NAMESPACE = "elastic"
 # Ray's defaults find a killed node after 14 s and a silent one after 65 s. Too eager for a real cluster, where
 # a busy raylet may miss checks for seconds.
 HEALTH_CHECK = {
@@ -31,6 +32,8 @@ HEALTH_CHECK = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
+# In the session directory, with the driver's pid: who starts nodes later removes it if that driver is dead.
+DRIVER_MARK = "elastic-driver"
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; nothing large goes through it
 SIGNAL_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0
@@ -40,7 +43,8 @@ class LocalNodes:
     """A local cluster for one run, as a context manager; leaves no process and no session directory behind.
 
     The head has no CPU resource, so that hosts (one CPU each) land on the worker nodes. Nodes are named by
-    their Ray node id. After an error the session directory with Ray's logs stays, and its path is printed.
+    their Ray node id. After an error (not Ctrl-C) the session directory with Ray's logs stays, and its path is
+    printed; after a SIGKILL of this process the kernel ends the nodes, and the next LocalNodes removes it.
     """
 
     def __init__(
@@ -57,35 +61,42 @@ class LocalNodes:
         self._health_check = dict(health_check)
         self._running: dict[str, Any] = {}
         self._cluster: Any = None
+        self._before: tuple[set[int], set[Path]] = (set(), set())
 
     def __enter__(self) -> LocalNodes:
         _check_main_thread()
+        self._before = (_children(), ray_private.sessions_of(os.getpid()))
         try:
-            self._cluster = Cluster(
-                initialize_head=True,
-                head_node_args={
-                    "num_cpus": 0,
-                    "object_store_memory": OBJECT_STORE_BYTES,
-                    "include_dashboard": self._dashboard,
-                    "include_log_monitor": False,
-                    "no_monitor": True,
-                    "_system_config": self._health_check,
-                },
-            )
-            for _ in range(self._nodes):
-                self._add_node(wait=False)
-            self._cluster.wait_for_nodes(timeout=START_TIMEOUT_S)
-            ray.init(
-                address=self._cluster.address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level="warning",
-                configure_logging=False,
-            )
+            with ray_private.signals_kept():
+                self._start()
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
         return self
+
+    def _start(self) -> None:
+        self._cluster = Cluster()
+        self._cluster.add_node(
+            num_cpus=0,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=self._dashboard,
+            include_log_monitor=False,
+            no_monitor=True,
+            _system_config=self._health_check,
+        )
+        for session in ray_private.sessions_of(os.getpid()) - self._before[1]:
+            (session / DRIVER_MARK).write_text(str(os.getpid()))
+        _remove_sessions_of_the_dead()
+        for _ in range(self._nodes):
+            self._add_node(wait=False)
+        self._cluster.wait_for_nodes(timeout=START_TIMEOUT_S)
+        ray.init(
+            address=self._cluster.address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level="warning",
+            configure_logging=False,
+        )
 
     def __exit__(
         self,
@@ -94,17 +105,18 @@ class LocalNodes:
         trace: TracebackType | None,
     ) -> None:
         ray.shutdown()
-        if self._cluster is None:
-            return
-        session = Path(self._cluster.head_node.get_session_dir_path())
-        for node in self._cluster.list_all_nodes():
-            _signal_trees(_roots(node), signal.SIGKILL)
-        self._cluster.shutdown()
-        self._cluster = None
-        if error is None:
-            shutil.rmtree(session, ignore_errors=True)
-        else:
-            print(f"Ray's logs: {session / 'logs'}", file=sys.stderr)
+        # All that this process started since, so also of a node whose start was interrupted.
+        children, sessions = self._before
+        _signal_trees(sorted(_children() - children), signal.SIGKILL)
+        if self._cluster is not None:
+            self._cluster.shutdown()
+            self._cluster = None
+        for session in ray_private.sessions_of(os.getpid()) - sessions:
+            if error is None or isinstance(error, KeyboardInterrupt):
+                shutil.rmtree(session, ignore_errors=True)
+            else:
+                (session / DRIVER_MARK).unlink(missing_ok=True)
+                print(f"Ray's logs: {session / 'logs'}", file=sys.stderr)
 
     @property
     def address(self) -> str:
@@ -115,10 +127,27 @@ class LocalNodes:
         """Ids of the worker nodes that were not killed, oldest first."""
         return tuple(self._running)
 
+    def tend(self) -> None:
+        """Reap nodes that something else killed: their workers take a zombie for a living raylet. Call it often.
+
+        ElasticError: a process of the head ended, and with it the cluster.
+        """
+        for node in self._running.values():
+            for info in _processes(node):
+                info.process.poll()
+        for name in ("gcs_server", "raylet"):
+            for info in self._cluster.head_node.all_processes.get(name, ()):
+                if info.process.poll() is not None:
+                    raise ElasticError(
+                        f"the {name} of the head (pid {info.process.pid}) ended with {info.process.returncode}, and "
+                        "Ray with it; the same command goes on from the last durable checkpoint"
+                    )
+
     def add_node(self) -> str:
         """Start one more worker node; returns its id once Ray knows it."""
         _check_main_thread()
-        return self._add_node(wait=True)
+        with ray_private.signals_kept():
+            return self._add_node(wait=True)
 
     def _add_node(self, *, wait: bool) -> str:
         node = self._cluster.add_node(wait=wait, num_cpus=self._hosts_per_node, object_store_memory=OBJECT_STORE_BYTES)
@@ -147,8 +176,25 @@ class LocalNodes:
         return found[0]
 
 
+def _remove_sessions_of_the_dead() -> None:
+    for session in ray_private.sessions_of(None):
+        mark = session / DRIVER_MARK
+        if mark.exists() and not Path(f"/proc/{mark.read_text()}").exists():
+            print(f"removed {session}, which a driver left when it was killed", file=sys.stderr)
+            shutil.rmtree(session, ignore_errors=True)
+
+
+def _processes(node: Any) -> list[Any]:
+    return [info for infos in node.all_processes.values() for info in infos]
+
+
 def _roots(node: Any) -> list[int]:
-    return [info.process.pid for infos in node.all_processes.values() for info in infos]
+    return [info.process.pid for info in _processes(node)]
+
+
+def _children() -> set[int]:
+    """Living children of this process."""
+    return {pid for pid in _descendants([os.getpid()]) if _state_and_parent(pid)[1] == os.getpid()}
 
 
 def _signal_trees(roots: list[int], number: signal.Signals) -> None:

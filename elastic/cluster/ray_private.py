@@ -13,7 +13,9 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -37,6 +39,8 @@ def check_version(version: str) -> None:
 
 check_version(ray.__version__)
 
+from ray._common.utils import get_default_ray_temp_dir
+from ray._private import utils as ray_utils
 from ray.train import BackendConfig, Result, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -315,6 +319,28 @@ class InPlaceTrainer(DataParallelTrainer):
             self._register_sigint_handler(controller)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """Where Ray starts or joins a cluster it puts a handler of its own on SIGTERM, which drains the node for 30 s and
+    ends the process half cleaned up; in here it does not."""
+    before = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda sigterm_handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = before
+
+
+def sessions_of(pid: int | None) -> set[Path]:
+    """Directories of the Ray sessions on this machine that process `pid` started, or that any did."""
+    return set(Path(get_default_ray_temp_dir()).glob(f"session_2*_{pid or '*'}"))
+
+
+def node_log_dir() -> Path:
+    """Where Ray keeps the logs of this node and session, on the node's disk. To be called in a worker."""
+    return Path(get_train_application_worker_log_path()).parent.parent
 
 
 def placement_prefix(run_id: str) -> str:

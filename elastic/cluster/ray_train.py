@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig, TrainingFailedError
 
 from elastic.cluster import coordinator, ray_host
+from elastic.cluster.driver_lock import only_driver
 from elastic.cluster.host_slots import HostLimits
 from elastic.cluster.ray_private import in_place_trainer
 from elastic.config import Config, ConfigError
@@ -67,31 +69,41 @@ class ElasticTrainer:
         """Run to the end. Result.metrics: the newest figures (step, loss, held_out, ...); Result.checkpoint: the
         run's directory with the newest durable checkpoint in its log, None where there is none.
 
-        Raises `ray.train.TrainingFailedError` as every Ray trainer; its cause says what failed. ConfigError: `resume`
-        does not fit what is there.
+        Raises `ray.train.TrainingFailedError` as every Ray trainer; its cause says what failed. ElasticError: the run
+        is running already, Ray Train's controller died, or `resume` does not fit what is there.
         """
         config = self.config
         prepare(config.data, progress=logger.info)
-        resume = settle(config, self.resume, choose(config, self.resume))
-        actor = coordinator.start(config, resume)
-        try:
-            trainer = in_place_trainer(
-                ray_host.host,
-                host_config={"config": config.model_dump(mode="json")},
-                scaling_config=self.scaling_config,
-                run_config=self.run_config,
-                limits=HostLimits(below_min_s=config.control.hosts_wait_s),
-                announce=partial(_announce, config.run),
-            )
+        with only_driver(config.run_dir()):
+            resume = settle(config, self.resume, choose(config, self.resume))
+            actor = coordinator.start(config, resume)
             try:
-                result = trainer.fit()
-            except TrainingFailedError as error:
-                outcome = _outcome(actor, timeout_s=0.0)
-                error.add_note(f"{outcome.get('failure')}: {outcome.get('detail')}")  # Ray Train cuts it short
-                raise
-            return _with_outcome(result, _outcome(actor, timeout_s=OUTCOME_TIMEOUT_S))
-        finally:
-            ray.kill(actor)
+                return self._fit(actor)
+            finally:
+                ray.kill(actor)
+
+    def _fit(self, actor: Any) -> Result:
+        config = self.config
+        trainer = in_place_trainer(
+            ray_host.host,
+            host_config={"config": config.model_dump(mode="json")},
+            scaling_config=self.scaling_config,
+            run_config=self.run_config,
+            limits=HostLimits(below_min_s=config.control.hosts_wait_s),
+            announce=partial(_announce, config.run),
+        )
+        try:
+            result = trainer.fit()
+        except TrainingFailedError as error:
+            outcome = _outcome(actor, timeout_s=0.0)
+            error.add_note(f"{outcome.get('failure')}: {outcome.get('detail')}")  # Ray Train cuts it short
+            raise
+        except RayActorError as error:
+            raise coordinator.RunError(
+                f"Ray Train's controller ended ({str(error).strip().splitlines()[0]}), and its hosts with it; "
+                "the same command goes on from the last durable checkpoint"
+            ) from error
+        return _with_outcome(result, _outcome(actor, timeout_s=OUTCOME_TIMEOUT_S))
 
 
 def _outcome(actor: Any, *, timeout_s: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One run on Ray from beginning to end, as the command line drives it: data, nodes, trainer, watching.
+"""One run on Ray from beginning to end, as the command line drives it: data, nodes, trainer, watching, stopping.
 
 `fit` runs in a thread; the main thread owns the local nodes (Ray processes end with the thread that starts them)
 and shows new journal entries to observers: the progress line, the fault injector.
@@ -7,8 +7,9 @@ and shows new journal entries to observers: the progress line, the fault injecto
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,22 +18,29 @@ from ray.train import Result
 
 from elastic.clock import RealClock
 from elastic.cluster import coordinator
-from elastic.cluster.ray_nodes import NAMESPACE, LocalNodes
+from elastic.cluster.driver_lock import only_driver
+from elastic.cluster.ladder import Ladder
+from elastic.cluster.ray_nodes import LocalNodes
+from elastic.cluster.ray_private import signals_kept
 from elastic.cluster.ray_train import ElasticTrainer
 from elastic.config import Config
+from elastic.controller.state import TERMINAL
 from elastic.data.prepare import prepare
 from elastic.resume import Resume
 from elastic.telemetry.journal import Tail
 
 POLL_S = 0.05
 STOP_TIMEOUT_S = 120.0
+SAY_AGAIN_S = 5.0
+HOSTS_END_S = 10.0  # hosts hear of the run's end within a heartbeat, Ray Train of theirs within a poll
 
 Observer = Callable[[list[dict[str, Any]], LocalNodes | None], None]
+Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class Ended:
-    """How `fit` ended: a Result, or what it raised. `interrupted`: by Ctrl-C, after a checkpoint."""
+    """How `fit` ended: a Result, or what it raised. `interrupted`: asked to by a signal, with a checkpoint."""
 
     result: Result | None = None
     error: BaseException | None = None
@@ -44,36 +52,51 @@ def run(
     *,
     address: str | None,
     observers: Sequence[Observer],
-    say: Callable[[str], None],
+    say: Say,
     resume: Resume | None = None,
 ) -> Ended:
-    """Train `config` on the cluster at `address`, or on local nodes that are started and ended here."""
-    prepare(config.data, progress=say)
-    with _cluster(config, address, say) as nodes:
-        trainer = ElasticTrainer(config=config, resume=resume)
-        say(f"training {config.steps} steps on {config.hosts_min} to {config.hosts_max} hosts")
-        ended = Ended()
-        thread = threading.Thread(target=_fit, args=(trainer, ended), name="fit", daemon=True)
-        tail = Tail(trainer.config.run_dir() / "journal.jsonl", since_s=RealClock().now_s())
-        thread.start()
-        while thread.is_alive():
-            try:
-                thread.join(POLL_S)
-                _show(tail, observers, nodes)
-            except KeyboardInterrupt:
-                if ended.interrupted:
-                    raise
-                ended.interrupted = True
-                say("interrupted: stopping at the next step with a checkpoint (Ctrl-C again: at once)")
-                ask_to_stop(config.run, "interrupted")
-        _show(tail, observers, nodes)
+    """Train `config` on the cluster at `address`, or on local nodes that are started and ended here.
+
+    KeyboardInterrupt: a signal ended it at once (see `Ladder`), all that was started here has ended too.
+    """
+    with Ladder() as ladder:
+        with only_driver(config.run_dir()):
+            pass  # refused now rather than after the nodes have started
+        prepare(config.data, progress=say)
+        with _cluster(config, address, say) as nodes:
+            return _run(ElasticTrainer(config=config, resume=resume), nodes, observers, say, ladder)
+
+
+def _run(
+    trainer: ElasticTrainer, nodes: LocalNodes | None, observers: Sequence[Observer], say: Say, ladder: Ladder
+) -> Ended:
+    config = trainer.config
+    say(f"training {config.steps} steps on {config.hosts_min} to {config.hosts_max} hosts")
+    ended = Ended()
+    thread = threading.Thread(target=_fit, args=(trainer, ended), name="fit", daemon=True)
+    tail = Tail(config.run_dir() / "journal.jsonl", since_s=RealClock().now_s())
+    thread.start()
+    ladder.gentle = True
+    stop: _Stop | None = None
+    while thread.is_alive():
+        thread.join(POLL_S)
+        if nodes is not None:
+            nodes.tend()
+        entries = _show(tail, observers, nodes)
+        if ladder.asked and stop is None:
+            stop = _Stop(config.run, say, ladder)
+            ended.interrupted = True
+        if stop is not None:
+            stop.watch(entries, time.monotonic())
+    _show(tail, observers, nodes)
     return ended
 
 
-def _show(tail: Tail, observers: Sequence[Observer], nodes: LocalNodes | None) -> None:
+def _show(tail: Tail, observers: Sequence[Observer], nodes: LocalNodes | None) -> list[dict[str, Any]]:
     entries = tail.read()
     for observe in observers:
         observe(entries, nodes)
+    return entries
 
 
 def _fit(trainer: ElasticTrainer, ended: Ended) -> None:
@@ -81,6 +104,46 @@ def _fit(trainer: ElasticTrainer, ended: Ended) -> None:
         ended.result = trainer.fit()
     except BaseException as error:  # handed to the main thread, which tells it
         ended.error = error
+
+
+# ---------------------------------------------------------------- stopping
+
+
+class _Stop:
+    """A stop that was asked for, told to the coordinator; says what it waits for until `fit` returns."""
+
+    def __init__(self, run: str, say: Say, ladder: Ladder) -> None:
+        say("stopping at the next step, with a checkpoint (once more: at once, without one; a third time: kill)")
+        self._say = say
+        self._ladder = ladder
+        self._said_s = time.monotonic()
+        self._ended_s: float | None = None
+        self._waits_for = "the coordinator"
+        try:
+            ask_to_stop(run, "interrupted")
+        except KeyboardInterrupt:
+            ladder.end()
+
+    def watch(self, entries: list[dict[str, Any]], now_s: float) -> None:
+        if entries:
+            self._waits_for = _waits_for(entries[-1])
+            if entries[-1]["phase"] in TERMINAL and self._ended_s is None:
+                self._ended_s = now_s
+        if self._ended_s is not None and now_s - self._ended_s > HOSTS_END_S:
+            self._ladder.end()  # Ray Train still waits for hosts that do not come; what there was is saved
+        if now_s - self._said_s >= SAY_AGAIN_S:
+            self._said_s = now_s
+            self._say(f"waiting for {self._waits_for}")
+
+
+def _waits_for(entry: dict[str, Any]) -> str:
+    return {
+        "waiting": f"enough hosts to save step {entry['step']}",
+        "starting": "the first step of this generation",
+        "running": "the next step boundary",
+        "stopping": "the trainers of a failed generation to end",
+        "saving": f"the checkpoint of step {entry['step']}",
+    }.get(entry["phase"], "the hosts to end")
 
 
 def ask_to_stop(run: str, why: str) -> None:
@@ -92,11 +155,22 @@ def ask_to_stop(run: str, why: str) -> None:
         raise KeyboardInterrupt from error  # nothing to save yet
 
 
-def _cluster(
-    config: Config, address: str | None, say: Callable[[str], None]
-) -> AbstractContextManager[LocalNodes | None]:
+# ---------------------------------------------------------------- the cluster
+
+
+def _cluster(config: Config, address: str | None, say: Say) -> AbstractContextManager[LocalNodes | None]:
     if address is None:
         say(f"starting {config.local.nodes} Ray nodes with {config.local.hosts_per_node} hosts each on this machine")
         return LocalNodes(nodes=config.local.nodes, hosts_per_node=config.local.hosts_per_node)
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
-    return nullcontext(None)
+    return _connected(address)
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
+    """To a given cluster; at the end Ray ends all actors of this job that are left."""
+    with signals_kept():
+        ray.init(address=address, namespace=coordinator.NAMESPACE, log_to_driver=False, logging_level="warning")
+    try:
+        yield
+    finally:
+        ray.shutdown()

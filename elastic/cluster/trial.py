@@ -31,6 +31,8 @@ def run(config: Config, faults: list[Fault], *, progress: session.Observer, say:
             say(f"fault {done.fault}: {done.what}")
 
     ended = session.run(config, address=None, observers=[progress, inject], say=say)
+    if ended.interrupted:
+        raise KeyboardInterrupt
     if ended.error is not None or not injectors:
         say(f"the run did not finish: {ended.error}")
         return False

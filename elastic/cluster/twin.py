@@ -6,6 +6,7 @@ It runs as local processes without Ray; the trainers are the same. What a run co
 from __future__ import annotations
 
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,16 +63,17 @@ def run_locally(config: Config, *, say: Callable[[str], None]) -> list[dict[str,
     )
     path = run_dir / "journal.jsonl"
     absolute = config.model_copy(update={"storage": str(Path(config.storage).resolve())})
-    cluster = LocalCluster(absolute, log_dir=run_dir / "logs", prepared=manifest.parent.resolve())
-    try:
-        with journal.open_for_append(path) as file:
-            driver = Driver(absolute, cluster, commits, file, RealClock())
-            driver.take(events.RunStarted(run=config.run, attempt=attempt, generation=0, durable=None))
-            cluster.start(1, config.hosts_max)
-            _drive(driver, config)
-    finally:
-        cluster.close()
-        commits.close()
+    with tempfile.TemporaryDirectory(prefix=f"elastic-{config.run}-") as disk:
+        cluster = LocalCluster(absolute, log_dir=Path(disk), prepared=manifest.parent.resolve())
+        try:
+            with journal.open_for_append(path) as file:
+                driver = Driver(absolute, cluster, commits, file, RealClock())
+                driver.take(events.RunStarted(run=config.run, attempt=attempt, generation=0, durable=None))
+                cluster.start(1, config.hosts_max)
+                _drive(driver, config)
+        finally:
+            cluster.close()
+            commits.close()
     return journal.read_file(path)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
+import logging
 import os
 import socket
 import sys
@@ -29,11 +30,14 @@ from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
 from elastic.plan import Assignment, Endpoint, Member
 from elastic.planner.search import choose
+from elastic.telemetry.logs import trainer_log
 from elastic.worker import declared, task
 from elastic.worker.context import Context, Seat, SnapshotBlocked
 from elastic.worker.probes import Probes, traceback_tail
 from elastic.worker.rendezvous import is_peer_failure, join
 from elastic.worker.step import seed_generators
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,8 @@ def run(inheritance: Inheritance, channel: socket.socket, *, warm: bool) -> int:
     assignment = from_json(json.loads(line))
     assert isinstance(assignment, Assignment), assignment
     probes.mark("start")
-    _redirect_output(inheritance.log_dir / f"trainer-g{assignment.generation}-r{assignment.rank}.log")
+    _redirect_output(inheritance.log_dir / trainer_log(assignment.generation, assignment.rank))
+    _log_where(assignment)
     seat = Seat(
         arena=arena,
         store=open_store(str(inheritance.config.run_dir())),
@@ -143,6 +148,17 @@ def _redirect_output(path: Path) -> None:
         os.dup2(fd, stream)
     os.close(fd)
     faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+def _log_where(assignment: Assignment) -> None:
+    """So that a log says by itself whose it is."""
+    me = assignment.members[assignment.rank]
+    step = assignment.restore.key.step if assignment.restore else 0
+    log.info(
+        "generation %d of %s, rank %d of %d: pid %d on host %s, from step %d",
+        *(assignment.generation, assignment.run, assignment.rank, assignment.world, os.getpid(), me.host, step),
+    )
 
 
 def rehearse(config: Config, *, steps: int = 1) -> Context:

@@ -42,7 +42,7 @@ def test_a_run_survives_its_coordinator_and_ends_with_a_result(tmp_path: Path) -
         thread.start()
         before = wait_for_step(thread, ended, step=10)
         with pytest.raises(coordinator.RunError, match="survivor is already running"):
-            ray.get(coordinator.start(config).status.remote(), timeout=30)
+            coordinator.start(config, name_free_s=0.0)
 
         os.kill(before["pid"], signal.SIGKILL)
         after = wait_for_step(thread, ended, step=before["step"] + 5)

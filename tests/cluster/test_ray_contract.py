@@ -95,9 +95,9 @@ SIGNATURES = {
     "ray.train.v2.api.config:ScalingConfig._resources_per_worker_not_none": None,
     "ray.cluster_utils:Cluster.add_node": "self, wait, node_args",
     "ray.cluster_utils:Cluster.remove_node": "self, node, allow_graceful",
-    "ray.cluster_utils:Cluster.list_all_nodes": "self",
     "ray.cluster_utils:Cluster.shutdown": "self",
-    "ray._private.node:Node.get_session_dir_path": "self",
+    "ray._private.utils:set_sigterm_handler": "sigterm_handler",
+    "ray._common.utils:get_default_ray_temp_dir": "",
     "ray._private.node:Node.node_id": None,
 }
 

@@ -139,5 +139,5 @@ def test_a_module_that_starts_a_thread_is_left_to_the_trainers(tmp_path: Path) -
     config = small(tmp_path, steps=4, hosts_max=1, task="tests.process.threaded:Threaded")
     with Running(config, tmp_path, nodes=1, hosts_per_node=1) as run:
         run.finish()
-        log = (tmp_path / "logs" / "host-n0-0.log").read_text()
+        log = (tmp_path / "logs" / "n0-0" / "host-n0-0.log").read_text()
         assert "importing tests.process.threaded started 1 thread(s): left to the trainers" in log

@@ -1,0 +1,82 @@
+"""Every way of ending `elastic train` leaves nothing behind, and the same command goes on to the twin's result."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from elastic.cluster import twin
+from elastic.cluster.run_logs import trainer_lines
+from elastic.config import Config
+from elastic.report import entries_of, verify_data
+from tests.chaos.driving import Driving
+from tests.process.running import small
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+
+
+def test_each_ending_is_clean_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    config = small(tmp_path, run="ended", steps=300, hosts_min=2, local={"nodes": 1, "hosts_per_node": 2})
+    terminated_while_starting(config, tmp_path)
+    saved = interrupted(config, tmp_path)
+    durable = controller_killed(config, tmp_path, saved)
+    with Driving(config, tmp_path, "killed") as killed:
+        durable = driver_killed(killed, durable)
+        finished(config, tmp_path, durable)
+        killed.agents_ended()
+
+    entries = entries_of(config.run_dir())
+    assert [entry["event"]["attempt"] for entry in entries if entry["event"]["kind"] == "RunStarted"] == [1, 2, 3, 4]
+    assert "300 steps of the committed lineage" in verify_data(config.run_dir())[0]
+    output = list(trainer_lines(config.run_dir(), generation=None, rank=None, follow=False))
+    assert output[0].endswith("ranks 0-1") and "rank 0 of 2" in output[1], output
+    assert twin.differences(entries, twin.run_locally(twin.config_of(config, entries), say=lambda _: None)) == []
+
+
+def terminated_while_starting(config: Config, path: Path) -> None:
+    with Driving(config, path, "terminated") as driving:
+        driving.until("the head's raylet", lambda: driving.named("raylet/raylet") != 0)
+        driving.send(signal.SIGTERM)
+        assert driving.ended() == 130, driving.said
+        assert not driving.entries and not driving.sessions()
+
+
+def interrupted(config: Config, path: Path) -> int:
+    with Driving(config, path, "interrupted") as driving:
+        driving.until("step 15", lambda: driving.step >= 15)
+        driving.send(signal.SIGINT)
+        assert driving.ended() == 130, driving.said
+        assert driving.entries[-1]["phase"] == "stopped" and driving.commits[-1] == driving.step
+        assert not driving.sessions()
+        return driving.step
+
+
+def controller_killed(config: Config, path: Path, saved: int) -> int:
+    with Driving(config, path, "controller") as driving:
+        driving.until("a checkpoint", lambda: bool(driving.commits))
+        assert driving.entries[0]["event"]["durable"]["key"]["step"] == saved
+        driving.send(signal.SIGKILL, driving.named("ElasticTrainController"))
+        assert driving.ended() == 1, driving.said
+        assert "the same command goes on from the last durable checkpoint" in driving.said
+        return driving.commits[-1]
+
+
+def driver_killed(driving: Driving, durable: int) -> int:
+    driving.until("a checkpoint", lambda: bool(driving.commits))
+    assert driving.entries[0]["event"]["durable"]["key"]["step"] == durable
+    driving.send(signal.SIGKILL)
+    assert driving.ended(agents_too=False) == -signal.SIGKILL
+    assert len(driving.sessions()) == 1, "nobody was there to remove it; the next driver does"
+    return driving.commits[-1]
+
+
+def finished(config: Config, path: Path, durable: int) -> None:
+    with Driving(config, path, "finished") as driving:
+        driving.until("the start", lambda: bool(driving.entries))
+        assert driving.entries[0]["event"]["durable"]["key"]["step"] == durable
+        with Driving(config, path, "second") as second:
+            assert second.ended() == 1 and "is already running: pid" in second.said, second.said
+        assert driving.ended() == 0, driving.said
+        assert "left when it was killed" in driving.said and not driving.sessions()
