@@ -75,7 +75,8 @@ class StepRecord:
     """One completed optimizer step, told by rank 0; sums are over all ranks (they came through the step word).
 
     loss: nats per token. digest: sum over the step's samples of hash64(id) mod 2**64, as 16 hex digits.
-    seconds: wall time of the step on rank 0. held_out: nats per token, where this step evaluated. metrics: what the
+    seconds: wall time on rank 0 since the step before was told. upkeep_s: of it, what fault tolerance took (snapshot,
+    step word, telling). held_out: nats per token, where this step evaluated. metrics: what the
     task reported, as means over the step's targets.
     """
 
@@ -89,6 +90,7 @@ class StepRecord:
     lr: float
     seconds: float
     held_out: float | None = None
+    upkeep_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -153,13 +155,16 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """An attempt began. `durable`: the newest committed checkpoint of the run, None on a new run. `generation`: the
-    highest that any earlier attempt is known to have used; numbers are never used twice."""
+    """An attempt began. `durable`: the checkpoint that it starts from, None: the seed. `generation`: the highest that
+    any earlier attempt is known to have used; numbers are never used twice. `origin`: from what, and why from nothing
+    newer. `changes`: what was allowed to differ from the configuration of the attempt before."""
 
     run: str
     attempt: int
     generation: int
     durable: RestorePlan | None
+    origin: str = ""
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +243,51 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PauseRequested:
+    """Hold at the next step boundary, hosts and state kept, until `ResumeRequested`."""
+
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRequested:
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeRequested:
+    """Train on at most so many nodes and hosts from the next step boundary on; None: as configured."""
+
+    nodes: int | None
+    hosts: int | None
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRequested:
+    """Make the next safe snapshot durable, whatever the interval."""
+
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingChanged:
+    """`key` (one of `config_live.LIVE_KEYS`) has this value from now on, in this attempt."""
+
+    key: str
+    value: int | float | str
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeQuarantined:
+    """Its hosts take no part from the next step boundary on: on suspicion, or drained by a person."""
+
     node: str
     why: str
 
@@ -266,6 +315,11 @@ Event = (
     | CheckpointCommitted
     | CommitFailed
     | StopRequested
+    | PauseRequested
+    | ResumeRequested
+    | ResizeRequested
+    | CheckpointRequested
+    | SettingChanged
     | NodeQuarantined
     | NodeReleased
     | Tick

@@ -221,7 +221,10 @@ class Arena:
         words = np.frombuffer(self.memory, dtype=np.int64, count=PAGE // 8)
         if words[Word.MAGIC] != MAGIC or words[Word.VERSION] != VERSION:
             got, version = hex(int(words[Word.MAGIC])), int(words[Word.VERSION])
-            raise CheckpointError(f"fd {fd} is no arena of version {VERSION}: got magic {got}, version {version}")
+            raise CheckpointError(
+                f"fd {fd} is no arena of version {VERSION}: got magic {got}, version {version}; if elastic was "
+                "upgraded while this host ran, end the host: a new one makes its own arena"
+            )
         self.board = Board(words)
         buffers = [Buffer(self.memory, self.board, place) for place in _places(words)]
         self.own, self.received = tuple(buffers[:OWN_BUFFERS]), tuple(buffers[OWN_BUFFERS:])

@@ -17,6 +17,10 @@ class ObjectMissing(CheckpointError):
     """The store has no object of that name."""
 
 
+class TooNew(CheckpointError):
+    """A newer elastic wrote it: nothing older is taken in its place, what it says might be lost."""
+
+
 class SourceFailed(CheckpointError):
     """A shard could not be read from another host's mover."""
 

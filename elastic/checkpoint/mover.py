@@ -21,6 +21,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -130,6 +131,7 @@ class Mover:
 
     def _tell_changed(self) -> None:
         self._changed_call = None
+        self._arena.board.mover_cpu_ns = time.process_time_ns()
         self._tell({"changed": True})
 
     def _obey(self, message: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from elastic.cluster.host_slots import HostLimits
 from elastic.cluster.ray_private import in_place_trainer
 from elastic.config import Config, ConfigError
 from elastic.data.prepare import prepare
+from elastic.resume import Resume, choose, settle
 from elastic.worker.check import check
 from elastic.worker.task import name_of
 
@@ -34,7 +35,8 @@ class ElasticTrainer:
     `scaling_config.num_workers` (int, or (min, max)) and `use_gpu` win over `hosts_min`, `hosts_max` and `use_gpu`
     of `config`; `run_config` over `run`, `storage` and `max_failures`. Without them they are made from `config`.
     `max_failures` counts what ends the worker group (user code that raises, too few hosts for `hosts_wait_s`); a
-    lost trainer, host or node does not. Needs `ray.init`, and to be called on the node that should coordinate.
+    lost trainer, host or node does not. `resume`: from what the run goes on, and which changes of its configuration
+    are allowed. Needs `ray.init`, and to be called on the node that should coordinate.
 
     ConfigError, TaskError: one sentence on what can't be used, before anything starts.
     """
@@ -46,6 +48,7 @@ class ElasticTrainer:
         *,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
+        resume: Resume | None = None,
     ) -> None:
         if isinstance(task, Config):
             raise ConfigError("ElasticTrainer(task, config): the first argument is the task; give config=...")
@@ -54,6 +57,7 @@ class ElasticTrainer:
             config = config.model_copy(update={"task": name_of(task)})
         self.scaling_config = scaling_config or scaling_of(config)
         self.run_config = run_config or run_of(config)
+        self.resume = resume or Resume()
         _check(self.scaling_config)
         self.config = merged(config, self.scaling_config, self.run_config)
         if config.sizes.shard_bytes is None:  # else it was checked, or is known
@@ -63,11 +67,13 @@ class ElasticTrainer:
         """Run to the end. Result.metrics: the newest figures (step, loss, held_out, ...); Result.checkpoint: the
         run's directory with the newest durable checkpoint in its log, None where there is none.
 
-        Raises `ray.train.TrainingFailedError` as every Ray trainer; its cause says what failed.
+        Raises `ray.train.TrainingFailedError` as every Ray trainer; its cause says what failed. ConfigError: `resume`
+        does not fit what is there.
         """
         config = self.config
         prepare(config.data, progress=logger.info)
-        actor = coordinator.start(config)
+        resume = settle(config, self.resume, choose(config, self.resume))
+        actor = coordinator.start(config, resume)
         try:
             trainer = in_place_trainer(
                 ray_host.host,

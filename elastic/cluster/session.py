@@ -15,11 +15,13 @@ from typing import Any
 import ray
 from ray.train import Result
 
+from elastic.clock import RealClock
 from elastic.cluster import coordinator
 from elastic.cluster.ray_nodes import NAMESPACE, LocalNodes
 from elastic.cluster.ray_train import ElasticTrainer
 from elastic.config import Config
 from elastic.data.prepare import prepare
+from elastic.resume import Resume
 from elastic.telemetry.journal import Tail
 
 POLL_S = 0.05
@@ -37,16 +39,22 @@ class Ended:
     interrupted: bool = False
 
 
-def run(config: Config, *, address: str | None, observers: Sequence[Observer], say: Callable[[str], None]) -> Ended:
+def run(
+    config: Config,
+    *,
+    address: str | None,
+    observers: Sequence[Observer],
+    say: Callable[[str], None],
+    resume: Resume | None = None,
+) -> Ended:
     """Train `config` on the cluster at `address`, or on local nodes that are started and ended here."""
     prepare(config.data, progress=say)
     with _cluster(config, address, say) as nodes:
-        trainer = ElasticTrainer(config=config)
+        trainer = ElasticTrainer(config=config, resume=resume)
         say(f"training {config.steps} steps on {config.hosts_min} to {config.hosts_max} hosts")
         ended = Ended()
         thread = threading.Thread(target=_fit, args=(trainer, ended), name="fit", daemon=True)
-        tail = Tail(trainer.config.run_dir() / "journal.jsonl")
-        tail.read()  # what earlier attempts did is not news
+        tail = Tail(trainer.config.run_dir() / "journal.jsonl", since_s=RealClock().now_s())
         thread.start()
         while thread.is_alive():
             try:
@@ -79,7 +87,7 @@ def ask_to_stop(run: str, why: str) -> None:
     """Let the run end at a step boundary, with a checkpoint. KeyboardInterrupt: it has not begun."""
     try:
         actor = coordinator.find(run)
-        ray.get(actor.stop.remote("the driver", why), timeout=STOP_TIMEOUT_S)
+        ray.get(actor.request.remote("stop", "the driver", why), timeout=STOP_TIMEOUT_S)
     except (coordinator.RunError, ray.exceptions.RayError) as error:
         raise KeyboardInterrupt from error  # nothing to save yet
 

@@ -14,8 +14,8 @@ from elastic import events
 from elastic.clock import Clock
 from elastic.config import Config
 from elastic.controller.actions import CommitCheckpoint, EvictHost
-from elastic.controller.decide import decide
-from elastic.controller.membership import hosts_wanted
+from elastic.controller.decide import decide, effective
+from elastic.controller.membership import hosts_wanted, needed_nodes
 from elastic.controller.orders import order_for
 from elastic.controller.safety import SafetyFold, UploadFold
 from elastic.controller.state import ALIVE, TERMINAL, Phase, RunState
@@ -108,13 +108,13 @@ class Driver:
         self._send_orders()
         return self.state.phase in TERMINAL
 
-    def take(self, event: events.Event) -> None:
-        """Decide on one fact, journal it if it changed something, act."""
+    def take(self, event: events.Event) -> str:
+        """Decide on one fact, journal it if it changed something, act. Returns the reason, "" where nothing changed."""
         now_s = round(self._clock.now_s(), 6)  # as the journal keeps it, so that a replay decides alike
         before = self.state
         decision = decide(before, event, now_s, self._config)
         if decision.state == before and not decision.actions and not isinstance(event, events.CoordinatorRestarted):
-            return
+            return ""
         self.state = decision.state
         self._log.write(
             journal.encode(_entry(now_s, event, decision.state, decision.actions, decision.reason, self._config))
@@ -128,6 +128,7 @@ class Driver:
                 self._evict(action.host)
             elif isinstance(action, CommitCheckpoint):
                 self._commit(action.key)
+        return decision.reason
 
     # ------------------------------------------------------------ reports
 
@@ -158,7 +159,7 @@ class Driver:
 
     def _silences(self) -> Iterable[events.HostSilent]:
         now_s = self._clock.now_s()
-        limit_s = self._config.control.silence_s
+        limit_s = effective(self.state, self._config).control.silence_s
         for host, heard in list(self._heard.items()):
             silent_s = now_s - heard.at_s
             if silent_s > limit_s and now_s - heard.silence_told_s > self._config.control.heartbeat_s:
@@ -237,6 +238,12 @@ class Driver:
             "detail": state.detail,
             "members": list(state.members),
             "quarantined": dict(state.quarantined),
+            "paused_by": state.paused_by,
+            "nodes_wanted": state.nodes_wanted,
+            "hosts_wanted": state.hosts_wanted,
+            "settings": dict(state.settings),
+            "would": dict(state.observed),
+            "needed_nodes": sorted(needed_nodes(state)),
             "hosts": {
                 host: {
                     "node": heard.report.node,
@@ -272,7 +279,7 @@ def significant(report: Report) -> Report:
 def _entry(
     now_s: float, event: events.Event, state: RunState, actions: tuple[Any, ...], reason: str, config: Config
 ) -> dict[str, Any]:
-    short = state.phase is Phase.WAITING and len(state.hosts) < hosts_wanted(config, state.step)[0]
+    short = state.phase is Phase.WAITING and len(state.hosts) < hosts_wanted(state, config)[0]
     return {
         "schema": journal.SCHEMA,
         "t": now_s,
@@ -284,6 +291,7 @@ def _entry(
         "step": state.step,
         "incident": _incident(state),
         "short": short,
+        "paused": bool(state.paused_by),
         "fresh": state.highest_step == state.durable_step and state.incidents == 0,
     }
 

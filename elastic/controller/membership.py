@@ -11,15 +11,23 @@ from elastic.events import Report
 from elastic.plan import Member
 
 
-def hosts_wanted(config: Config, step: int) -> tuple[int, int]:
-    """(fewest, most) hosts for the steps after `step`. A schedule asks for an exact number: it makes the twin."""
+def hosts_wanted(state: RunState, config: Config) -> tuple[int, int]:
+    """(fewest, most) hosts for the next step. A schedule asks for an exact number: it makes the twin."""
     if not config.schedule:
-        return config.hosts_min, config.hosts_max
+        return config.hosts_min, state.hosts_wanted or config.hosts_max
     hosts = config.hosts_max
     for change in config.schedule:
-        if change.step <= step:
+        if change.step <= state.step:
             hosts = change.hosts
     return hosts, hosts
+
+
+def nodes_wanted(state: RunState) -> frozenset[str]:
+    """Nodes that may take part: not quarantined, and at most as many as wanted, those with members first."""
+    members = Counter(node_of(state.hosts, host) for host in state.members)
+    hosts = Counter(report.node for report in state.present if report.node not in state.quarantined)
+    chosen = sorted(hosts, key=lambda node: (-members[node], -hosts[node], node))
+    return frozenset(chosen[: state.nodes_wanted])
 
 
 def pause_step(config: Config, step: int) -> int:
@@ -28,18 +36,19 @@ def pause_step(config: Config, step: int) -> int:
 
 
 def available(state: RunState) -> list[Report]:
-    """Hosts that could train now, in a stable order: those that can start a trainer and are not quarantined."""
+    """Hosts that could train now, in a stable order: those that can start a trainer, on nodes that are wanted."""
+    nodes = nodes_wanted(state)
     able = [
         report
         for report in state.present
-        if report.ready and report.node not in state.quarantined and report.trainer.phase in ("none", "exited")
+        if report.ready and report.node in nodes and report.trainer.phase in ("none", "exited")
     ]
     return sorted(able, key=lambda report: (report.domain, report.node, report.slot, report.host))
 
 
 def form(state: RunState, config: Config, now_s: float) -> tuple[tuple[Report, ...] | None, str]:
     """The members of the next generation by rank, or None; always with the reason."""
-    fewest, most = hosts_wanted(config, state.step)
+    fewest, most = hosts_wanted(state, config)
     able = available(state)
     if len(able) < fewest:
         return None, _shortage(state, len(able), fewest)
@@ -102,3 +111,11 @@ def partners(members: Sequence[Member], *, sources_max: int) -> dict[int, int]:
 
 def node_of(hosts: Mapping[str, Report], host: str) -> str:
     return hosts[host].node if host in hosts else host.partition("/")[0]
+
+
+def needed_nodes(state: RunState) -> frozenset[str]:
+    """Nodes that must stay: they take part, or may have the only copy of the state."""
+    is_safe = state.safe is not None and state.safe.generation == state.generation
+    if not state.members or (not is_safe and state.durable_step < state.step):
+        return frozenset(report.node for report in state.hosts.values())
+    return frozenset(node_of(state.hosts, host) for host in state.members)

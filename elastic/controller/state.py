@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from elastic.config import Config
 from elastic.controller.actions import Action
@@ -57,8 +58,10 @@ class RunState:
 
     `hosts`: newest report of each live host. `silent`: those of them that nothing is heard of; they take no part
     until they report again, and then find that their generation is over. `gone`: ids that may never take part
-    again. `keep`: what hosts may not overwrite. `waiting_for`: why no membership forms. `enough_since_s`: since when
-    WAITING has had hosts_min ready hosts, None while it has not.
+    again. `paused_by`, `nodes_wanted`, `hosts_wanted`, `checkpoint_wanted`, `settings`: what people ordered.
+    `observed`: what policies in observe mode would do, by what it concerns. `keep`: what hosts may not overwrite.
+    `waiting_for`: why no membership forms. `enough_since_s`: since when WAITING has had hosts_min ready hosts, None
+    while it has not.
     """
 
     run: str = ""
@@ -70,6 +73,12 @@ class RunState:
     silent: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
     quarantined: Mapping[str, str] = field(default_factory=dict)
+    paused_by: str = ""
+    nodes_wanted: int | None = None
+    hosts_wanted: int | None = None
+    checkpoint_wanted: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    observed: Mapping[str, str] = field(default_factory=dict)
     assignments: tuple[Assignment, ...] = ()
     step: int = 0
     highest_step: int = 0
@@ -115,6 +124,11 @@ class Decision:
     state: RunState
     actions: tuple[Action, ...] = ()
     reason: str = ""
+
+
+def headline(detail: str) -> str:
+    """The first line of a detail that may hold a traceback, or nothing."""
+    return detail.partition("\n")[0]
 
 
 def check(state: RunState, config: Config) -> None:

@@ -31,6 +31,18 @@ def parameters(model: Model) -> int:
     return tables * model.vocab_size * model.dim + model.layers * block_parameters(model) + model.dim
 
 
+def tensor_sizes(model: Model) -> dict[str, int]:
+    """The numbers that fix every tensor's shape, by name: a checkpoint fits a model that has the same ones."""
+    return {
+        "vocab_size": model.vocab_size,
+        "dim": model.dim,
+        "layers": model.layers,
+        "kv_heads * head size": model.kv_heads * head_dim(model),
+        "ffn_dim": model.ffn_dim,
+        "tie_embeddings": int(model.tie_embeddings),
+    }
+
+
 def flops_per_token(model: Model) -> int:
     """Model FLOPs of forward and backward for one token: 6N + 12*L*H*Q*T (PaLM, arXiv 2204.02311, B).
 

@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from elastic.config import Config
 
 # A snapshot holds each parameter and AdamW's two moments.
 STATE_COPIES = 3
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 4, "float64": 8}
+BUFFERS = 2  # of an arena, for the host's own shard and for each one that it keeps for a partner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBytes:
+    """Of one host in a world: its part of parameters, gradients and optimizer, and its arena."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    arena: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.arena
+
+
+def host_bytes(config: Config, *, parameters: int, shard_bytes: int, world: int) -> HostBytes:
+    """shard_bytes: room of one arena buffer (`shard_bytes_max`); it is reserved for the smallest allowed world."""
+    each = -(-parameters * BYTES_PER_VALUE[config.precision] // world)
+    return HostBytes(
+        parameters=each,
+        gradients=each,
+        optimizer=(STATE_COPIES - 1) * each,
+        arena=arena_bytes(config, shard_bytes),
+    )
+
+
+def arena_bytes(config: Config, shard_bytes: int) -> int:
+    """An own shard, and a partner's where partners are kept."""
+    return BUFFERS * shard_bytes * (2 if config.snapshot.partner else 1)
+
+
+def arenas_bytes(config: Config, shard_bytes: int, *, hosts: int) -> int:
+    """At least what the arenas of all `hosts` fill: each reserves its own shard's room; partners' shards of any world
+    weigh together what they do in the smallest."""
+    return BUFFERS * shard_bytes * (hosts + (config.hosts_min if config.snapshot.partner else 0))
 
 
 def state_bytes(config: Config, parameters: int) -> int:

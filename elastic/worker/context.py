@@ -31,6 +31,7 @@ from elastic.parallel.apply import parallelize
 from elastic.parallel.fsdp import accumulate, repeated_blocks
 from elastic.parallel.mesh import build_mesh
 from elastic.plan import Assignment, RestorePlan, SnapshotKey
+from elastic.worker.pace import Pace
 from elastic.worker.probes import Probes
 from elastic.worker.shards import allocate, check_buffers, is_empty, local_gradients, local_part, sharded_entries
 from elastic.worker.state import State, check_alike
@@ -98,11 +99,16 @@ class Context:
     ended: Exit | None = None
     step: int = 0
     _first: int = 0
+    _step_s: float = 0.0
+    _upkeep_s: float = 0.0
+    _snapshot_s: float = 0.0
+    _mover_cpu_ns: int = 0
     _empty: bool = False
     _hooks: list[Callable[[], object]] = field(default_factory=list)
     _current: Step | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
     _snapshotter: save.Snapshotter | None = None
+    _pace: Pace = field(default_factory=lambda: Pace(first=0, fixed=None, cost_max=1.0))
     _shards: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
     @property
@@ -173,8 +179,8 @@ class Context:
         final = self.step >= self.assignment.until_step
         if final:
             self._write_snapshot(wait=True)
+        began_s = time.perf_counter()
         while not final:
-            began_s = time.perf_counter()
             for group, group_rate in zip(optimizer.param_groups, rates(self.step)):
                 group["lr"] = group_rate
             rate = float(optimizer.param_groups[0]["lr"])
@@ -190,11 +196,13 @@ class Context:
                 check_alike(self.entries, self.device)
             final = self.step >= self.assignment.until_step or word.stop > 0
             held_out = self._evaluate(model, loss) if loss is not None and self._evaluates() else None
-            self._record(step, held_out, rate=rate, began_s=began_s)
+            self._record(step, held_out, rate=rate, seconds=time.perf_counter() - began_s)
+            began_s = time.perf_counter()
             if final or word.snapshot == self.assignment.world:
                 self._write_snapshot(wait=final)
-            elif self._snapshot_due(self.step) and self.seat is not None:
+            elif self._pace.is_due(self.step) and self.seat is not None:
                 self.seat.arena.board.count_skipped()
+            self._upkeep_s += time.perf_counter() - began_s
         self.ended = Exit(kind="done" if self.step >= self.config.steps else "paused", step=self.step)
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, initialise: Initialise | None) -> None:
@@ -218,6 +226,8 @@ class Context:
                 self.seat.arena, rank=rank, world=self.assignment.world, entries=self.entries, wake=self.seat.wake_fd
             )
         self._first = self.step
+        wanted = self.config.snapshot
+        self._pace = Pace(first=self.step, fixed=wanted.interval_steps or None, cost_max=wanted.cost_max)
         for hook in self._hooks:
             hook()
         self._mark("restore")
@@ -260,9 +270,19 @@ class Context:
         """The step word and, unless a rank saw a value that is not finite, the optimizer's step."""
         self._phase(Phase.WORD)
         gradients = local_gradients(model.parameters())
-        vote = self._snapshot_due(self.step + 1) and self._snapshotter is not None and self._snapshotter.can_write()
-        own = step.own_word(list(gradients.values()), stop=self._stop_ordered(), snapshot=vote)
+        began_s = time.perf_counter()
+        vote = self._pace.is_due(self.step + 1) and self._snapshotter is not None and self._snapshotter.can_write()
+        own = step.own_word(
+            list(gradients.values()),
+            stop=self._stop_ordered(),
+            snapshot=vote,
+            step_s=self._step_s,
+            snapshot_s=self._snapshot_s,
+        )
+        self._upkeep_s += time.perf_counter() - began_s
         word = sum_over_ranks(own, self.device)
+        self._snapshot_s = 0.0
+        self._pace.learn(step_s=word.step_s / self.assignment.world, snapshot_s=word.snapshot_s / self.assignment.world)
         self._metrics = step.metrics(word, own, self.assignment.world) if self.seat is not None else {}
         norm = math.nan
         if word.non_finite == 0 and word.tokens > 0:
@@ -278,10 +298,6 @@ class Context:
 
     def _stop_ordered(self) -> bool:
         return self.seat is not None and self.seat.arena.board.drain_generation >= self.assignment.generation
-
-    def _snapshot_due(self, step: int) -> bool:
-        """Whether the boundary after `step` completed steps should have a snapshot; the generation's first always."""
-        return step == self._first + 1 or step % self.config.snapshot.interval_steps == 0
 
     def _evaluates(self) -> bool:
         return self.step % self.config.evaluation.interval_steps == 0 or self.step == self.config.steps
@@ -301,9 +317,10 @@ class Context:
         total, tokens = sums.tolist()
         return total / tokens if tokens else math.nan
 
-    def _record(self, step: Step, held_out: float | None, *, rate: float, began_s: float) -> None:
+    def _record(self, step: Step, held_out: float | None, *, rate: float, seconds: float) -> None:
         if self.seat is None or step.ended is None:
             return
+        began_s = time.perf_counter()
         word, norm = step.ended
         if self.step == self._first + 1:
             self.seat.probes.mark("first_step")
@@ -316,12 +333,14 @@ class Context:
             digest=word.digest(),
             grad_norm=norm,
             lr=rate,
-            seconds=time.perf_counter() - began_s,
+            seconds=seconds,
             held_out=held_out,
+            upkeep_s=self._upkeep_s,
             metrics=self._metrics,
         )
         # Before the snapshot: a step whose state survives is a step that was told.
         self.seat.probes.record(record)
+        self._step_s, self._upkeep_s = seconds, time.perf_counter() - began_s
 
     def _write_snapshot(self, *, wait: bool) -> None:
         """Copy this rank's shards into the arena; `wait` for a free buffer where the state must not be lost."""
@@ -337,7 +356,17 @@ class Context:
                 )
             time.sleep(_BUFFER_POLL_S)
         self.state.pack()
+        began_s = time.perf_counter()
         self._snapshotter.write(SnapshotKey(generation=self.assignment.generation, step=self.step))
+        self._snapshot_s = time.perf_counter() - began_s + self._mover_s(self.seat)
+        self._pace.taken(self.step)
+
+    def _mover_s(self, seat: Seat) -> float:
+        """CPU seconds of this host's mover since the snapshot before, where it shares cores with the trainers."""
+        if self.device.type != "cpu":
+            return 0.0
+        before, self._mover_cpu_ns = self._mover_cpu_ns, seat.arena.board.mover_cpu_ns
+        return max(0, self._mover_cpu_ns - before) / 1e9 if before else 0.0
 
     def _mark(self, name: str) -> None:
         if self.seat is not None:

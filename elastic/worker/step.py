@@ -50,8 +50,9 @@ class Word:
     """One rank's part of the step word, or their sum. All but loss, norm and metrics are counts, exact in float64.
 
     loss: nats. norm_squared: of the summed gradient's shard, before division by the tokens. non_finite, stop,
-    snapshot: how many ranks say so. names: CRC32 of the metrics' names. limbs: the digest of the sample ids in four
-    16-bit parts. metrics: for each name, in their order, the sum of value x targets and that of the targets.
+    snapshot: how many ranks say so. step_s, snapshot_s: see `Pace.learn`. names: CRC32 of the metrics' names. limbs:
+    the digest of the sample ids in four 16-bit parts. metrics: for each name, in their order, the sum of value x
+    targets and that of the targets.
     """
 
     loss: float
@@ -61,6 +62,8 @@ class Word:
     non_finite: float
     stop: float
     snapshot: float
+    step_s: float = 0.0
+    snapshot_s: float = 0.0
     names: float = 0.0
     limbs: tuple[float, ...] = (0.0,) * _LIMBS
     metrics: tuple[float, ...] = (0.0,) * (2 * METRICS_MAX)
@@ -164,7 +167,15 @@ class Step:
         for name, value in values.items():
             self._reported[name, self._at] = value.detach() if isinstance(value, Tensor) else value
 
-    def own_word(self, gradients: Sequence[Tensor], *, stop: bool, snapshot: bool) -> Word:
+    def own_word(
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        stop: bool,
+        snapshot: bool,
+        step_s: float = 0.0,
+        snapshot_s: float = 0.0,
+    ) -> Word:
         """This rank's part; RuntimeError where a micro-batch got no backward pass."""
         if self.backwards != len(self._batches):
             raise RuntimeError(
@@ -182,6 +193,8 @@ class Step:
             non_finite=float(not math.isfinite(loss) or not math.isfinite(norm_squared)),
             stop=float(stop),
             snapshot=float(snapshot),
+            step_s=step_s,
+            snapshot_s=snapshot_s,
             names=float(zlib.crc32(repr(self._names()).encode())) if self._reported else 0.0,
             limbs=limbs_of(digest(ids)),
             metrics=self._metrics(),

@@ -83,6 +83,23 @@ class Checkers:
         generations = [plan.key.generation for plan in world.log]
         assert generations == sorted(generations), f"S1 commits of {generations}\n{world.story()}"
         self._quarantine(entries)
+        self._orders(entries)
+
+    def _orders(self, entries: list[dict[str, Any]]) -> None:
+        """S10: no generation starts while the run is paused, nor with more hosts or nodes than were ordered."""
+        paused, nodes, hosts = False, None, None
+        for entry in entries:
+            event = entry["event"]
+            if event["kind"] in ("PauseRequested", "ResumeRequested"):
+                paused = event["kind"] == "PauseRequested"
+            if event["kind"] == "ResizeRequested":
+                nodes, hosts = event["nodes"], event["hosts"]
+            for action in entry["actions"]:
+                if action["kind"] == "StartGeneration":
+                    used = {host.partition("/")[0] for host in action["hosts"]}
+                    assert not paused, f"S10 {action}\n{self._world.story()}"
+                    assert nodes is None or len(used) <= nodes, f"S10 {action}\n{self._world.story()}"
+                    assert hosts is None or len(action["hosts"]) <= hosts, f"S10 {action}\n{self._world.story()}"
 
     def _quarantine(self, entries: list[dict[str, Any]]) -> None:
         """S6: no generation starts with a host of a quarantined node."""
