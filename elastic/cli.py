@@ -189,10 +189,12 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _checked(parsed: argparse.Namespace) -> Config:
-    """The job's configuration, held against this machine too where its nodes will be here."""
+    """The job's configuration, its task found, held against this machine too where its nodes will be here."""
     from elastic import preflight
+    from elastic.worker.task import located
 
     config, text = resolve(parsed.job, tuple(parsed.overrides))
+    config = located(config)
     if parsed.address is None:
         preflight.check_machine(config, text, memory_bytes=preflight.memory_bytes())
     return config

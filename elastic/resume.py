@@ -33,6 +33,8 @@ SAFE = (
     "hosts_min",
     "hosts_max",
     "use_gpu",
+    "task_path",  # directories of this machine
+    "sizes",  # they follow from the task, or are room
     "warm_standby",
     "max_failures",
     "schedule",

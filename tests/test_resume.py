@@ -16,6 +16,7 @@ from elastic.data.shards import Corpus
 from elastic.report import finished, summary_lines, verify_data
 from elastic.resume import Resume, Start, choose, exists, settle
 from elastic.telemetry import journal, ledger
+from elastic.worker.task import located
 from tests.process.running import small
 from tests.runs import Told, config_in
 
@@ -111,6 +112,21 @@ def test_a_finished_run_that_went_back_is_not_finished(tmp_path: Path) -> None:
     assert finished(config)
     CommitLog(run.store).claim("back", base=2)
     assert not finished(config)
+
+
+def test_a_task_of_ones_own_is_the_same_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    asked_for = config_in(tmp_path, task="mine.py:Task")
+    measured = changed(located(asked_for), sizes={"shard_bytes": 1000})
+    run = Told(measured)
+    run.attempt()
+    run.generation(1, 33)
+    run.checkpoint(1, 1, 30)
+    monkeypatch.chdir("/")
+    assert choose(located(changed(asked_for, task=str(tmp_path / "mine.py:Task"))), asked()).step == 30
+    (tmp_path / "other.py").touch()
+    assert "task is" in refusal(located(changed(asked_for, task=str(tmp_path / "other.py:Task"))))
 
 
 # ---------------------------------------------------------------- never, another run
