@@ -24,6 +24,7 @@ from elastic.plan import Member
 
 log = logging.getLogger(__name__)
 
+TRY_EARLY_S = 1.0
 _MEMORY = Path("/proc/meminfo")
 # Limit, use, and the name of what could be reclaimed: cgroup 2, then 1. Containers see their own at these paths.
 _GROUPS = (
@@ -35,24 +36,25 @@ _GROUPS = (
 class HostCheck:
     """The facts of one incarnation as they come. `changed`: there is news for the coordinator."""
 
-    def __init__(self, config: Config, *, memory_wanted_bytes: int, log_dir: Path) -> None:
+    def __init__(self, config: Config, *, node: str, memory_wanted_bytes: int, log_dir: Path) -> None:
         self._config = config
         self._limits = config.admission
+        self._node = node
         self._log_dir = log_dir
         self._facts = NodeCheck(memory_wanted_bytes=memory_wanted_bytes)
-        self._device_known = self._done = False
+        self._device_known = self._link_known = False
         self._try_s = 0.0
         self.changed = False
         self._measure_room()
 
     @property
     def done(self) -> bool:
-        return self._done or not self._limits.enabled
+        return (self._device_known and self._link_known) or not self._limits.enabled
 
     @property
     def told(self) -> NodeCheck | None:
         """The facts to report; None as long as they are not complete."""
-        return self._facts if self._done else None
+        return self._facts if self._limits.enabled and self.done else None
 
     @property
     def wants_device(self) -> bool:
@@ -69,29 +71,30 @@ class HostCheck:
 
     def hear_device(self, found: dict[str, Any]) -> None:
         self._facts = replace(self._facts, **found)
-        self._device_known = True
+        self._device_known = self.changed = True
 
     def hear_link(self, found: dict[str, Any]) -> None:
         self._facts = replace(self._facts, **found)
-        self._done = self.changed = True
-        self._try_s = time.monotonic() + self._limits.again_s
+        # Before the device is known nothing waits for this, and a neighbour's mover may be about to start.
+        self._link_known = self._device_known or bool(self._facts.link_to)
+        self._try_s = time.monotonic() + (self._limits.again_s if self._link_known else TRY_EARLY_S)
+        self.changed = True
 
     def try_network(self, mover: Mover | None, neighbours: tuple[Member, ...]) -> None:
         """Let the mover exchange bytes with one of them; again from time to time while none has answered."""
         now_s = time.monotonic()
-        if not self.wants_link or mover is None or now_s < self._try_s:
+        if not self._limits.enabled or self._facts.link_to or mover is None or now_s < self._try_s:
             return
+        if not self._device_known and all(member.node == self._node for member in neighbours):
+            return  # there is time: hosts of other nodes may be about to join
         if not neighbours:
-            self.changed, self._done = not self._done, True  # alone, so far: the next host will try this one
+            if not self._link_known:
+                self._link_known = self.changed = True  # alone: the next host will try this one
             return
         limit_s = self._limits.link_timeout_s
         self._try_s = now_s + limit_s * (len(neighbours) + 1)  # by then it has answered, or has died
         places = [{"host": member.host, **asdict(member.mover)} for member in neighbours]
         mover.lines.write({"try": places, "limit_s": limit_s})
-
-    @property
-    def wants_link(self) -> bool:
-        return self._limits.enabled and self._device_known and not self._facts.link_to
 
     # ---------------------------------------------------------------- room
 

@@ -89,7 +89,7 @@ def _run_incarnation(
         "token": settings.token,
     }
     wanted = reserved_bytes(config, shard_bytes=shard_bytes(config), received_buffers=received_buffers(config))
-    check = HostCheck(config, memory_wanted_bytes=wanted, log_dir=settings.log_dir)
+    check = HostCheck(config, node=settings.node, memory_wanted_bytes=wanted, log_dir=settings.log_dir)
     reserved, bare, why = _reserve(settings, _bare_report(settings, name), client, check, stopped)
     if reserved is None:
         return why

@@ -84,16 +84,22 @@ def slow(checks: Mapping[str, NodeCheck], nodes: Mapping[str, str], ratio: float
     found: dict[str, list[str]] = defaultdict(list)
     for figure, unit in _FIGURES.items():
         by_node: dict[str, list[float]] = defaultdict(list)
-        for host, check in checks.items():
-            if value := getattr(check, figure):
-                by_node[nodes[host]].append(value)
-        typical = {node: median(values) for node, values in by_node.items()}
+        values = {host: value for host, check in checks.items() if (value := _figure(figure, check, host))}
+        for host, value in values.items():
+            by_node[nodes[host]].append(value)
+        typical = {node: median(figures) for node, figures in by_node.items()}
         others = {node: _median_without(node, typical) for node in typical}
-        for host, check in checks.items():
-            value, other = getattr(check, figure), others.get(nodes[host])
-            if value and other and value < ratio * other:
+        for host, value in values.items():
+            other = others[nodes[host]]
+            if other and value < ratio * other:
                 found[host].append(f"{value:.3g} {unit}, the other nodes {other:.3g}")
     return {host: f"slow: {', '.join(told)}" for host, told in found.items()}
+
+
+def _figure(name: str, check: NodeCheck, host: str) -> float:
+    """0.0: not measured. An exchange within one node says nothing about the network."""
+    within = name == "link_mbs" and check.link_to.partition("/")[0] == host.partition("/")[0]
+    return 0.0 if within else float(getattr(check, name))
 
 
 def _median_without(node: str, typical: Mapping[str, float]) -> float | None:

@@ -78,6 +78,13 @@ def test_one_node_has_nothing_to_be_compared_with() -> None:
     assert slow(checks, dict.fromkeys(checks, "a"), 0.5) == {}
 
 
+def test_an_exchange_within_a_node_is_not_compared_with_the_network() -> None:
+    checks = {"a/0": replace(GOOD, link_to="a/1", link_mbs=9000.0), "b/0": replace(GOOD, link_to="a/0")}
+    assert slow(checks, {"a/0": "a", "b/0": "b"}, 0.5) == {}
+    checks["c/0"] = replace(GOOD, link_to="b/0", link_mbs=90.0)
+    assert list(slow(checks, {host: host[0] for host in checks}, 0.5)) == ["c/0"]
+
+
 def test_a_clock_that_is_off_and_a_neighbour_that_is_missing_are_odd() -> None:
     odd = replace(GOOD, clock_ahead_s=-7.25, unreached={"c/0": "timed out"})
     assert list(oddities(odd, LIMITS)) == ["its clock is 7.2 s behind the coordinator's", "it could not reach c/0"]
