@@ -116,6 +116,7 @@ def config(storage: Path) -> Config:
             "batch": {"global_samples": ROWS * WORLD, "micro_samples": ROWS * WORLD},
             "data": {"prepared": str(storage / "data")},
             "evaluation": {"interval_steps": 1_000_000},
+            "snapshot": {"interval_steps": 1},
             "checkpoint": {"interval_steps": 500},
         }
     )
