@@ -53,9 +53,13 @@ def run(config: Config, *, address: str | None, observers: Sequence[Observer], s
     with Ladder() as ladder:
         with only_driver(config.run_dir()):
             pass  # refused now rather than after the nodes have started
-        prepare(config.data, progress=say)
-        with _cluster(config, address, say) as nodes:
-            return _run(config, nodes, observers, say, ladder)
+        try:
+            prepare(config.data, progress=say)
+            with _cluster(config, address, say) as nodes:
+                return _run(config, nodes, observers, say, ladder)
+        except KeyboardInterrupt:
+            say("ended at once; the same command goes on from the last durable checkpoint, if there is one")
+            raise
 
 
 def _run(config: Config, nodes: LocalNodes | None, observers: Sequence[Observer], say: Say, ladder: Ladder) -> Ended:
