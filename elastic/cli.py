@@ -47,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"elastic: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
-        print("\nelastic: ended at once", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -307,6 +306,8 @@ def _set_ray_environment() -> None:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A call after the end of a run must fail, not join whatever cluster is found on this machine.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
 # ---------------------------------------------------------------- what a person sees

@@ -72,10 +72,7 @@ def config_of(run_dir: Path, attempt: int | None = None) -> Config:
 
 
 def recoveries(entries: Sequence[dict[str, Any]], faults_at_s: Sequence[float] = ()) -> list[Recovery]:
-    """Each incident that a later generation of its attempt ended, in order.
-
-    `faults_at_s`: when faults were injected, if known.
-    """
+    """Each incident that a later generation of its attempt ended, in order. `faults_at_s`: of injected ones."""
     found = []
     index = 0
     while index < len(entries):

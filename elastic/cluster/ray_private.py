@@ -291,7 +291,8 @@ class InPlaceTrainer(DataParallelTrainer):
         try:
             return super().fit()
         finally:
-            remove_placements(placement_prefix(self.train_run_context.run_id))
+            if ray.is_initialized():  # else each call would first join, or start, some cluster
+                remove_placements(placement_prefix(self.train_run_context.run_id))
 
     def _create_default_callbacks(self) -> list[Any]:
         # The cleaner knows one placement group, the others set up what only a training function needs.

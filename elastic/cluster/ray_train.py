@@ -80,7 +80,8 @@ class ElasticTrainer:
             try:
                 return self._fit(actor)
             finally:
-                ray.kill(actor)
+                if ray.is_initialized():  # else the driver has left the cluster, which ends its actors
+                    ray.kill(actor)
 
     def _fit(self, actor: Any) -> Result:
         config = self.config

@@ -62,9 +62,13 @@ def run(
     with Ladder() as ladder:
         with only_driver(config.run_dir()):
             pass  # refused now rather than after the nodes have started
-        prepare(config.data, progress=say)
-        with _cluster(config, address, say) as nodes:
-            return _run(ElasticTrainer(config=config, resume=resume), nodes, observers, say, ladder)
+        try:
+            prepare(config.data, progress=say)
+            with _cluster(config, address, say) as nodes:
+                return _run(ElasticTrainer(config=config, resume=resume), nodes, observers, say, ladder)
+        except KeyboardInterrupt:
+            say("ended at once; the same command goes on from the last durable checkpoint, if there is one")
+            raise
 
 
 def _run(

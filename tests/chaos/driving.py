@@ -29,7 +29,7 @@ class Driving:
     which try for a minute to tell a dead GCS that their raylet died; `memory`: arenas, by device and inode.
     """
 
-    def __init__(self, config: Config, directory: Path, name: str) -> None:
+    def __init__(self, config: Config, directory: Path, name: str, address: str = "") -> None:
         job = directory / "job.yaml"
         job.write_text(yaml.safe_dump(config.model_dump(mode="json")))
         self._output = directory / f"{name}.out"
@@ -41,7 +41,7 @@ class Driving:
         self.memory: set[tuple[int, int]] = set()
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "elastic.cli", "train", str(job)],
+                [sys.executable, "-m", "elastic.cli", "train", str(job), *(["--address", address] if address else [])],
                 stdout=output,
                 stderr=output,
                 cwd=ROOT,

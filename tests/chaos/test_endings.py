@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 
 def test_each_ending_is_clean_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    config = small(tmp_path, run="ended", steps=300, hosts_min=2, local={"nodes": 1, "hosts_per_node": 2})
+    config = small(tmp_path, run="ended", steps=200, hosts_min=2, local={"nodes": 1, "hosts_per_node": 2})
     terminated_while_starting(config, tmp_path)
     saved = interrupted(config, tmp_path)
     durable = controller_killed(config, tmp_path, saved)
@@ -29,7 +29,7 @@ def test_each_ending_is_clean_and_the_same_command_goes_on(tmp_path: Path) -> No
 
     entries = entries_of(config.run_dir())
     assert [entry["event"]["attempt"] for entry in entries if entry["event"]["kind"] == "RunStarted"] == [1, 2, 3, 4]
-    assert "300 steps of the committed lineage" in verify_data(config.run_dir())[0]
+    assert "200 steps of the committed lineage" in verify_data(config.run_dir())[0]
     output = list(trainer_lines(config.run_dir(), generation=None, rank=None, follow=False))
     assert output[0].endswith("ranks 0-1") and "rank 0 of 2" in output[1], output
     assert twin.differences(entries, twin.run_locally(twin.config_of(config, entries), say=lambda _: None)) == []

@@ -61,7 +61,10 @@ def test_a_run_survives_its_coordinator_and_ends_with_a_result(tmp_path: Path) -
     assert result.metrics["incidents"] == 0
     newest = CommitLog(open_store(result.checkpoint.path)).newest()
     assert newest is not None and newest.key.step == STEPS
-    kinds = [entry["event"]["kind"] for entry in journal.read_file(config.run_dir() / "journal.jsonl")]
+    happened = [entry["event"] for entry in journal.read_file(config.run_dir() / "journal.jsonl")]
+    steps = [event["record"]["step"] for event in happened if event["kind"] == "StepCompleted"]
+    assert steps == list(range(1, STEPS + 1)), "each step once: none redone, none untold"
+    kinds = [event["kind"] for event in happened]
     assert kinds.count("RunStarted") == 1 and kinds.count("CoordinatorRestarted") == 1
 
 
