@@ -168,7 +168,7 @@ class Policies(Section):
 
 
 class Admission(Section):
-    """What a node must show before its hosts take part (docs/operations.md).
+    """What a node must show before its hosts take part (docs/node_check.md).
 
     Refused: less free memory than arena and trainer need and `memory_spare_bytes` beside, less than
     `disk_free_bytes_min` for logs, a wrong result of a product or a copy, no answer from the network. `slow`: observe

@@ -271,7 +271,7 @@ class Mover:
             except (OSError, TimeoutError, CheckpointError) as error:
                 unreached[place["host"]] = _say(error)
                 continue
-            found = {"link_to": place["host"], "link_ms": 1e3 * trip_s, "link_mbs": bytes_s / 1e6}
+            found = {"link_to": place["host"], "link_ms": round(1e3 * trip_s, 3), "link_mbs": round(bytes_s / 1e6, 1)}
             break
         self._tell({"tried": {**found, "unreached": unreached}})
 
