@@ -44,6 +44,8 @@ SAFE = (
     "snapshot",
     "checkpoint",
     "control",
+    "policies",
+    "admission",
     "local",
 )
 
