@@ -277,15 +277,15 @@ class Config(Section):
 # ---------------------------------------------------------------- reading
 
 
-def load(path: Path, overrides: tuple[str, ...] = ()) -> Config:
+def load(path: Path | str, overrides: tuple[str, ...] = ()) -> Config:
     """Read `path`, apply `key=value` overrides (values are YAML), check everything; ConfigError says what is wrong."""
     return resolve(path, overrides)[0]
 
 
-def resolve(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config, Text]:
+def resolve(path: Path | str, overrides: tuple[str, ...] = ()) -> tuple[Config, Text]:
     """As `load`, with the origin of each key that was given."""
     try:
-        text = read(path.read_text(), str(path))
+        text = read(Path(path).read_text(), str(path))
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ConfigError(f"can't read {path}: {reason}; give the path of a job file") from error
