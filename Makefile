@@ -10,7 +10,9 @@ export OMP_NUM_THREADS := 1
 train: setup
 	$(VENV)/bin/elastic train $(JOB)
 
-test: setup-dev check unit sim process chaos
+test: setup-dev check
+	$(MAKE) --no-print-directory -j2 -O unit sim
+	$(MAKE) --no-print-directory process chaos
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev

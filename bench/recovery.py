@@ -25,11 +25,11 @@ from elastic.cluster import session
 from elastic.cluster.ray_nodes import LocalNodes
 from elastic.config import Config
 from elastic.report import Recovery, entries_of, recoveries, recovery_lines
-from elastic.telemetry.lineage import lineage
 
 WORLD = 4
-STEADY_STEPS = 20  # between a recovery and the next fault
+STEADY_STEPS = 20  # between a recovery and the next fault, and as many clean ones before it
 GOALS = {
+    "clean_step_ms": 50,
     "trainer_kill_s": 0.6, "trainer_kill_ratio": 40, "trainer_kill_ratio_tuned": 35, "node_kill_s": 3.0,
     "node_kill_ratio": 20, "node_kill_ratio_tuned": 10, "silent_node_s": 6.0, "steps_redone_trainer": 1,
     "steps_redone_node": 2, "steps_redone_planned": 0,
@@ -41,8 +41,10 @@ class Campaign:
 
     def __init__(self, faults: list[Fault]) -> None:
         self.injector: Injector | None = None
+        self.clean_s: list[float] = []
         self._faults = faults
         self._steps = 0
+        self._clean: list[float] | None = None  # seconds of steps beside which nothing else happens
         self._frozen: str | None = None
         self._refill = False
         self._asked_to_stop = False
@@ -53,13 +55,19 @@ class Campaign:
             self.injector = Injector(faults=[], nodes=nodes, now_s=RealClock().now_s)
         self.injector.observe(entries)
         for entry in entries:
-            self._steps = self._steps + 1 if entry["event"]["kind"] == "StepCompleted" else self._steps
+            if entry["event"]["kind"] == "StepCompleted":
+                self._steps += 1
+                if self._clean is not None:
+                    self._clean.append(entry["event"]["record"]["seconds"])
             if entry["incident"] or any(action["kind"] == "StartGeneration" for action in entry["actions"]):
-                self._steps = 0
+                self._steps, self._clean = 0, None
         if not self.injector.settled or self._steps < STEADY_STEPS:
             return
         self._restore_capacity(nodes)
-        if self._full_and_warm():
+        if self._clean is None and self._full_and_warm():
+            self._clean = []
+        elif self._clean is not None and len(self._clean) >= STEADY_STEPS:
+            self.clean_s += self._clean
             self._next()
 
     def _restore_capacity(self, nodes: LocalNodes) -> None:
@@ -78,7 +86,7 @@ class Campaign:
 
     def _next(self) -> None:
         assert self.injector is not None
-        self._steps = 0
+        self._steps, self._clean = 0, None
         if not self._faults:
             if not self._asked_to_stop:
                 self._asked_to_stop = True
@@ -108,13 +116,15 @@ def config(storage: Path) -> Config:
             "batch": {"global_samples": ROWS * WORLD, "micro_samples": ROWS * WORLD},
             "data": {"prepared": str(storage / "data")},
             "evaluation": {"interval_steps": 1_000_000},
+            "snapshot": {"interval_steps": 1},
             "checkpoint": {"interval_steps": 500},
         }
     )
 
 
-def measure_ours(repeats: int) -> tuple[dict[str, list[Recovery]], list[dict[str, Any]]]:
-    """Recoveries by kind of fault, and the journal."""
+def measure_ours(repeats: int) -> tuple[dict[str, list[Recovery]], list[dict[str, Any]], float]:
+    """Recoveries by kind of fault, the journal, and the median seconds of a clean step: on the full world with all
+    standbys warm, fault tolerance and a snapshot every step included."""
     storage = Path(tempfile.mkdtemp(prefix="elastic-recovery-"))
     kinds = ["kill-trainer"] * repeats + ["kill-node"] * repeats + ["freeze-node"] * repeats
     campaign = Campaign([Fault(kind=kind, step=1, seconds=1e9) for kind in kinds])
@@ -128,12 +138,7 @@ def measure_ours(repeats: int) -> tuple[dict[str, list[Recovery]], list[dict[str
         found.setdefault(kind, []).append(recovery)
         print(f"  {kind}: {recovery_lines([recovery])[0]}")
     shutil.rmtree(storage)
-    return found, entries
-
-
-def clean_step_ms(entries: Sequence[dict[str, Any]]) -> float:
-    """Median on the full world, fault tolerance and a snapshot every step included."""
-    return 1000 * statistics.median(r["seconds"] for r in lineage(entries) if r["world"] == WORLD)
+    return found, entries, statistics.median(campaign.clean_s)
 
 
 def redone_by_plan(entries: Sequence[dict[str, Any]]) -> int:
@@ -159,12 +164,12 @@ def stock(repeats: int) -> dict[tuple[Kind, bool], float]:
     return medians
 
 
-def metrics(found: dict[str, list[Recovery]], entries: list[dict[str, Any]]) -> dict[str, float]:
+def metrics(found: dict[str, list[Recovery]], entries: list[dict[str, Any]], clean_step_s: float) -> dict[str, float]:
     def median(kind: str, value: str) -> float:
         return statistics.median(getattr(recovery, value) for recovery in found[kind])
 
     return {
-        "clean_step_ms": clean_step_ms(entries),
+        "clean_step_ms": 1000 * clean_step_s,
         "trainer_kill_s": median("kill-trainer", "first_step_s"),
         "trainer_new_step_s": median("kill-trainer", "new_step_s"),
         "node_kill_s": median("kill-node", "first_step_s"),
@@ -183,8 +188,7 @@ def main() -> None:
     parser.add_argument("--no-stock", action="store_true", help="ours only: quick, without ratios")
     given = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; medians of {given.repeats}")
-    found, entries = measure_ours(given.repeats)
-    values = metrics(found, entries)
+    values = metrics(*measure_ours(given.repeats))
     if not given.no_stock:
         peers = stock(given.stock_repeats)
         for kind, name in (("trainer", "trainer_kill"), ("node", "node_kill")):

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 Kind = Literal["trainer", "node"]
 
-ROWS, SEQ_LEN = 2, 64  # of one rank's batch
+ROWS, SEQ_LEN = 2, 16  # of one rank's batch
 # Reports are polled once per health check (2 s by default), more frequent ones would block the steps.
 CHECKPOINT_STEPS = 100
 TUNED_ENV = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5"}

@@ -6,6 +6,7 @@ Each command imports its room when it runs, so that what needs neither torch nor
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import shutil
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic.config import Config, ConfigError, ElasticError, load
+from elastic.config import Config, ConfigError, ElasticError, TaskError, json_schema, load, resolve
+from elastic.config_live import setting_of
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_RESOURCES, EXIT_USER_CODE, EXIT_BUDGET, EXIT_INTERRUPTED = (
     0,
@@ -36,8 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(parsed.command(parsed))
     except ConfigError as error:
-        print(f"elastic: {error}", file=sys.stderr)
+        print("\n".join(f"elastic: {line}" for line in str(error).splitlines()), file=sys.stderr)
         sys.exit(EXIT_CONFIG)
+    except TaskError as error:
+        print(f"elastic: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_CODE)
     except ElasticError as error:
         print(f"elastic: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
@@ -49,12 +54,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="elastic", description="Elastic, fault-tolerant PyTorch training on Ray.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = _add_job(commands, "train", _train, "run a job to its end")
-    train.add_argument("--address", help="a running Ray cluster; without it, local Ray nodes are started")
+    train.add_argument("--dry-run", action="store_true", help="show the resolved configuration and the plan, and stop")
+    train.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|STEP|RUN|URL",
+        help="go on from the newest checkpoint (the default), be a new run, go back to a step, begin from another run",
+    )
+    train.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="this key (or section, or all) may differ from the run's earlier attempts; may be given often",
+    )
     chaos = _add_job(commands, "chaos", _chaos, "run a job, break things, compare with the run that nothing broke")
     chaos.add_argument(
         "--fault", action="append", default=[], metavar="KIND@step=N[,rank=R][,seconds=S]", help="may be given often"
     )
     _add_job(commands, "prepare", _prepare, "prepare a job's corpus and stop")
+    _add_config(commands)
     _add_logs(commands)
     for name, command, text in (
         ("report", _report, "what a run did: recoveries, where time went"),
@@ -63,7 +82,55 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/quickstart")
         sub.set_defaults(command=command)
+    _add_orders(commands)
     return parser
+
+
+def _add_orders(commands: Any) -> None:
+    """Commands on a live run."""
+    status = _add_order(commands, "status", "what a live run does now")
+    status.add_argument("--json", action="store_true", help="all of it, for programs")
+    status.set_defaults(command=_status)
+    for kind, text in (
+        ("pause", "hold at the next step, with a checkpoint; hosts stay"),
+        ("resume", "go on after a pause"),
+        ("checkpoint", "make the next safe step durable now"),
+        ("stop", "end the run at the next step, with a checkpoint"),
+    ):
+        _add_order(commands, kind, text)
+    resize = _add_order(
+        commands, "resize", "train on fewer or more nodes from the next step on; without a size: as configured"
+    )
+    resize.add_argument("--nodes", type=int, help="at most so many nodes")
+    resize.add_argument("--hosts", type=int, help="at most so many hosts (device slots)")
+    for kind, text in (
+        ("drain", "take a node out at the next step, so that it can be switched off; no step is lost"),
+        ("quarantine", "keep a suspect node out from the next step on"),
+        ("release", "let a node that is out take part again"),
+    ):
+        _add_order(commands, kind, text).add_argument("node", metavar="NODE", help="as status shows it, or its address")
+    change = _add_order(commands, "set", "change a setting of the live run")
+    change.add_argument("setting", metavar="KEY=VALUE")
+
+
+def _add_order(commands: Any, kind: str, text: str) -> argparse.ArgumentParser:
+    sub: argparse.ArgumentParser = commands.add_parser(kind, help=text, description=text)
+    sub.add_argument("run", metavar="RUN", help="the run's directory or name")
+    sub.add_argument("--address", help="its Ray cluster; without it, the one its directory names")
+    if kind != "status":
+        sub.add_argument("--why", default="by hand", help="the reason, for the journal")
+    sub.set_defaults(command=_order, kind=kind)
+    return sub
+
+
+def _add_config(commands: Any) -> None:
+    text = "show, check or describe a configuration"
+    inner = commands.add_parser("config", help=text, description=text).add_subparsers(required=True, metavar="WHAT")
+    show = _add_job(inner, "show", _config_show, "the resolved configuration of a job")
+    show.add_argument("--origin", action="store_true", help="say where each value comes from")
+    _add_job(inner, "check", _config_check, "all that can be checked before a job starts")
+    schema = inner.add_parser("schema", help="the JSON schema of job files", description="the JSON schema of job files")
+    schema.set_defaults(command=_config_schema)
 
 
 def _add_logs(commands: Any) -> None:
@@ -82,6 +149,8 @@ def _add_job(commands: Any, name: str, command: Any, text: str) -> argparse.Argu
     sub.add_argument("job", type=Path, metavar="JOB.yaml")
     sub.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="over the file")
     sub.set_defaults(command=command)
+    if name in ("train", "check"):
+        sub.add_argument("--address", help="a running Ray cluster; without it, local Ray nodes are started")
     return sub
 
 
@@ -89,30 +158,82 @@ def _add_job(commands: Any, name: str, command: Any, text: str) -> argparse.Argu
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    from elastic import preflight, resume
     from elastic.report import finished, summary_lines
 
-    config = load(parsed.job, tuple(parsed.overrides))
-    if finished(config):
+    config = _checked(parsed)
+    asked = resume.Resume(point=parsed.resume, allowed=tuple(parsed.allow_change))
+    if asked.point == "auto" and finished(config):
         print(f"run {config.run} finished before; its account (for a new run: --set run=NAME, or remove its directory)")
         _print_lines(summary_lines(config.run_dir()))
         return EXIT_DONE
+    start = resume.choose(config, asked)
+    told = preflight.start_line(config, start)
+    if parsed.dry_run:
+        _print_lines([*preflight.config_lines(config), "", *preflight.plan_lines(config), f"not started: {told}"])
+        return EXIT_DONE
+    _say(told)
+    from elastic.worker.task_check import check
+
+    config = check(config)
+    asked = resume.settle(config, asked, start)
     _set_ray_environment()
     from elastic.cluster import session
 
     began_s = time.monotonic()
-    ended = session.run(config, address=parsed.address, observers=[Progress(config)], say=_say)
+    ended = session.run(config, address=parsed.address, observers=[Progress(config)], say=_say, resume=asked)
     _print_lines(summary_lines(config.run_dir()))
     print(f"took        {time.monotonic() - began_s:.0f} s in all")
     return _exit_code(config, ended)
 
 
+def _checked(parsed: argparse.Namespace) -> Config:
+    """The job's configuration, its task found, held against this machine too where its nodes will be here."""
+    from elastic import preflight
+    from elastic.worker.task import located
+
+    config, text = resolve(parsed.job, tuple(parsed.overrides))
+    config = located(config)
+    if parsed.address is None:
+        preflight.check_machine(config, text, memory_bytes=preflight.memory_bytes())
+    return config
+
+
+def _config_show(parsed: argparse.Namespace) -> int:
+    from elastic import preflight
+
+    config, text = resolve(parsed.job, tuple(parsed.overrides))
+    print("\n".join(preflight.config_lines(config, text if parsed.origin else None)))
+    return EXIT_DONE
+
+
+def _config_schema(parsed: argparse.Namespace) -> int:
+    print(json.dumps(json_schema(), indent=2))
+    return EXIT_DONE
+
+
+def _config_check(parsed: argparse.Namespace) -> int:
+    from elastic import preflight, resume
+    from elastic.data.prepare import list_files
+    from elastic.report import finished
+
+    config = _checked(parsed)
+    list_files(config.data)
+    start = None if finished(config) else resume.choose(config, resume.Resume())
+    told = preflight.start_line(config, start) if start else f"run {config.run} has finished"
+    print(f"OK: {preflight.summary(config)}; {told}")
+    return EXIT_DONE
+
+
 def _chaos(parsed: argparse.Namespace) -> int:
     from elastic.chaos import faults
+    from elastic.worker.task_check import check
 
     config = load(parsed.job, tuple(parsed.overrides))
     config = config.model_copy(update={"run": f"{config.run}-chaos"})
     chosen = [faults.parse(text) for text in parsed.fault]
     faults.check(chosen, config.steps)
+    config = check(config)
     _set_ray_environment()
     shutil.rmtree(config.run_dir(), ignore_errors=True)
     from elastic.cluster import trial
@@ -138,6 +259,26 @@ def _verify_data(parsed: argparse.Namespace) -> int:
     from elastic.report import verify_data
 
     _print_lines(verify_data(parsed.run))
+    return EXIT_DONE
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    _set_ray_environment()
+    from elastic.cluster import control
+
+    status = control.status(parsed.run, parsed.address)
+    print(json.dumps(status, indent=1) if parsed.json else "\n".join(control.status_lines(status)))
+    return EXIT_DONE
+
+
+def _order(parsed: argparse.Namespace) -> int:
+    given = {name: getattr(parsed, name) for name in ("node", "nodes", "hosts") if hasattr(parsed, name)}
+    if parsed.kind == "set":
+        given["key"], given["value"] = setting_of(parsed.setting)
+    _set_ray_environment()
+    from elastic.cluster import control
+
+    print(control.order(parsed.run, parsed.address, parsed.kind, parsed.why, given))
     return EXIT_DONE
 
 

@@ -1,17 +1,22 @@
 """What was asked: one YAML file, then `--set a.b=c`, checked once, frozen afterwards.
 
 Every section is a frozen pydantic model, unknown keys are errors. Nothing below `cli.py` reads an
-environment variable or changes a value after load.
+environment variable or changes a value after load. A validator that compares keys begins its sentence with
+the key that is wrong: the place where that was said is put before it.
 """
 
 from __future__ import annotations
 
-import difflib
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import ValidationInfo
+
+from elastic.config_sentences import field_of, sentences
+from elastic.config_text import Text, override, read
 
 
 class ElasticError(Exception):
@@ -19,11 +24,22 @@ class ElasticError(Exception):
 
 
 class ConfigError(ElasticError):
-    """The configuration can't be used; the message names file, key, value and what is allowed."""
+    """The configuration can't be used; one line for each problem: file, key, value and what is allowed."""
+
+
+class TaskError(ElasticError):
+    """The task's own code raised, or asks for what can't be; the message is one sentence that names the place."""
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
+            raise PydanticCustomError("number_type", "a truth value is no number")
+        return value
 
 
 class Model(Section):
@@ -87,13 +103,16 @@ class Evaluation(Section):
 
 
 class Snapshot(Section):
-    """Copies in host memory: every `interval_steps` steps, with a second copy in another failure domain.
+    """Copies in host memory, with a second copy in another failure domain.
+
+    `interval_steps`: so many steps apart; 0: as often as they cost at most `cost_max` of the step time.
 
     `sources_max`: how many other ranks' shards one host can hold (two buffers each). 1 serves equal nodes;
     after the loss of hosts the remaining ones of the smaller node hold more.
     """
 
-    interval_steps: int = Field(1, ge=1)
+    interval_steps: int = Field(0, ge=0)
+    cost_max: float = Field(0.01, gt=0, le=1)
     partner: bool = True
     sources_max: int = Field(2, ge=1)
 
@@ -131,11 +150,65 @@ class Control(Section):
         return self
 
 
+Policy = Literal["off", "observe", "act"]
+
+
+class Policies(Section):
+    """What each automatic judgement may do. observe: it is journaled and shown what would be done, and why.
+
+    evict: go on without a silent host. resize: take in hosts that appear. rebalance: unequal shares. roll_back:
+    after a loss spike. quarantine: keep a suspected node out. What a person orders is done whatever stands here.
+    """
+
+    evict: Policy = "act"
+    resize: Policy = "act"
+    rebalance: Policy = "observe"
+    roll_back: Policy = "observe"
+    quarantine: Policy = "observe"
+
+
+class Admission(Section):
+    """What a node must show before its hosts take part (docs/node_check.md).
+
+    Refused: less free memory than arena and trainer need and `memory_spare_bytes` beside, less than
+    `disk_free_bytes_min` for logs, a wrong result of a product or a copy, no answer from the network. `slow`: observe
+    marks a host below `slow_ratio` times the median of the other nodes, act leaves it out while there are enough
+    others. A host that can't be refused for good checks again every `again_s`.
+    A node that is lost the second time rests for `rest_s` before its new hosts take part, then twice as long each time
+    up to `rest_s_max`; after `forget_s` of membership its losses are forgotten.
+    """
+
+    enabled: bool = True
+    memory_spare_bytes: int = Field(256 << 20, ge=0)
+    disk_free_bytes_min: int = Field(256 << 20, ge=0)
+    slow: Literal["off", "observe", "act"] = "observe"
+    slow_ratio: float = Field(0.5, gt=0, lt=1)
+    clock_offset_s_max: float = Field(2.0, gt=0)
+    device_timeout_s: int = Field(30, ge=1)
+    link_timeout_s: float = Field(5.0, gt=0)
+    again_s: float = Field(10.0, gt=0)
+    rest_s: float = Field(5.0, ge=0)
+    rest_s_max: float = Field(600.0, ge=0)
+    forget_s: float = Field(600.0, ge=0)
+
+
 class LocalCluster(Section):
     """The Ray nodes that `elastic train` starts on this machine when no address is given."""
 
     nodes: int = Field(2, ge=1)
     hosts_per_node: int = Field(2, ge=1)
+
+
+class Sizes(Section):
+    """Sizes of the task's state. Of the built-in model they are computed; of a task of your own they are measured
+    before the run starts, where they are not given here.
+
+    shard_bytes: room for the largest shard (parameters, optimizer, registered state) in the smallest allowed world.
+    flops_per_token: of forward and backward.
+    """
+
+    shard_bytes: int | None = Field(None, ge=1)
+    flops_per_token: float | None = Field(None, gt=0)
 
 
 class Resize(Section):
@@ -146,10 +219,11 @@ class Resize(Section):
 
 
 class Config(Section):
-    """One run."""
+    """One run. `task`: "module:Name" or "file.py:Name"; `task_path`: directories to import it from, before others."""
 
     run: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     task: str = "elastic.worker.pretrain:LanguageModel"
+    task_path: tuple[str, ...] = ()
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1)
     storage: str = "runs"
@@ -167,84 +241,82 @@ class Config(Section):
     snapshot: Snapshot = Snapshot()
     checkpoint: Checkpoint = Checkpoint()
     control: Control = Control()
+    policies: Policies = Policies()
+    admission: Admission = Admission()
     local: LocalCluster = LocalCluster()
+    sizes: Sizes = Sizes()
     schedule: tuple[Resize, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        problems = []
         if self.hosts_min > self.hosts_max:
-            raise ValueError(f"hosts_min {self.hosts_min} is above hosts_max {self.hosts_max}")
+            problems.append(f"hosts_min {self.hosts_min} is above hosts_max {self.hosts_max}")
         if self.batch.global_samples < self.hosts_max:
-            raise ValueError(
+            problems.append(
                 f"batch.global_samples {self.batch.global_samples} is below hosts_max {self.hosts_max}: "
                 "each host needs at least one sample a step"
             )
         steps = [change.step for change in self.schedule]
         if steps != sorted(set(steps)):
-            raise ValueError(f"schedule steps {steps} must rise")
-        for change in self.schedule:
-            if not self.hosts_min <= change.hosts <= self.hosts_max:
-                raise ValueError(
-                    f"schedule asks for {change.hosts} hosts at step {change.step}, "
-                    f"allowed are {self.hosts_min} to {self.hosts_max}"
-                )
+            problems.append(f"schedule has steps {steps}, they must rise")
+        problems += [
+            f"schedule asks for {change.hosts} hosts at step {change.step}, "
+            f"allowed are {self.hosts_min} to {self.hosts_max}"
+            for change in self.schedule
+            if not self.hosts_min <= change.hosts <= self.hosts_max
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
     def run_dir(self) -> Path:
         return Path(self.storage) / self.run
 
 
-def load(path: Path, overrides: tuple[str, ...] = ()) -> Config:
+# ---------------------------------------------------------------- reading
+
+
+def load(path: Path | str, overrides: tuple[str, ...] = ()) -> Config:
     """Read `path`, apply `key=value` overrides (values are YAML), check everything; ConfigError says what is wrong."""
+    return resolve(path, overrides)[0]
+
+
+def resolve(path: Path | str, overrides: tuple[str, ...] = ()) -> tuple[Config, Text]:
+    """As `load`, with the origin of each key that was given."""
     try:
-        raw = yaml.safe_load(path.read_text()) or {}
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}; give the path of a job file") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds {type(raw).__name__}, wanted a mapping of keys")
-    for override in overrides:
-        _apply(raw, override)
-    return parse(raw, source=str(path))
+        text = read(Path(path).read_text(), str(path))
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"can't read {path}: {reason}; give the path of a job file") from error
+    for argument in overrides:
+        key = argument.partition("=")[0]
+        inside = (field_of(json_schema(), tuple(key.split("."))) or {}).get("properties")
+        if inside:
+            first = next(iter(inside))
+            text.problems.append(
+                f"--set {argument}: {key} is a section; set one of its keys, such as {key}.{first}=..."
+            )
+        else:
+            override(text, argument)
+    return _checked(text), text
 
 
 def parse(raw: dict[str, Any], *, source: str) -> Config:
+    return _checked(Text(name=source, values=raw))
+
+
+def _checked(text: Text) -> Config:
     try:
-        return Config.model_validate(raw)
+        config = Config.model_validate(text.values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(source, item, raw) for item in error.errors())) from error
+        text.problems += [line for item in error.errors() for line in sentences(json_schema(), text, item)]
+    if text.problems:
+        raise ConfigError("\n".join(dict.fromkeys(text.problems)))
+    return config
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set {override!r}: wanted KEY=VALUE, for example --set steps=100")
-    *parents, leaf = key.split(".")
-    section = raw
-    for parent in parents:
-        section = section.setdefault(parent, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"--set {override!r}: {parent} is a value, not a section")
-    section[leaf] = yaml.safe_load(text)
-
-
-def _sentence(source: str, item: Any, raw: dict[str, Any]) -> str:
-    location = [str(part) for part in item["loc"]]
-    key = ".".join(location) or "(the whole file)"
-    if item["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(location[-1], _allowed(location[:-1]), n=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; allowed: {', '.join(_allowed(location[:-1]))}"
-        return f"{source}: unknown key {key}{hint}"
-    got = "" if item["type"] == "value_error" else f" is {item['input']!r}"
-    return f"{source}: {key}{got}: {item['msg'].removeprefix('Value error, ')}"
-
-
-def _allowed(parents: list[str]) -> list[str]:
-    section: Any = Config
-    for parent in parents:
-        field = section.model_fields.get(parent) if hasattr(section, "model_fields") else None
-        if field is None:
-            return []
-        section = field.annotation
-    return sorted(section.model_fields) if hasattr(section, "model_fields") else []
+@cache
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a job file."""
+    return Config.model_json_schema()

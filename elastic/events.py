@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from elastic.plan import Assignment, Endpoint, RestorePlan, SnapshotKey
+from elastic.plan import Assignment, Endpoint, Member, RestorePlan, SnapshotKey
 
 ExitKind = Literal["lost", "peer", "user", "stopped", "paused", "done"]
 
@@ -75,7 +75,9 @@ class StepRecord:
     """One completed optimizer step, told by rank 0; sums are over all ranks (they came through the step word).
 
     loss: nats per token. digest: sum over the step's samples of hash64(id) mod 2**64, as 16 hex digits.
-    seconds: wall time of the step on rank 0. held_out: nats per token, where this step evaluated.
+    seconds: wall time on rank 0 since the step before was told. upkeep_s: of it, what fault tolerance took (snapshot,
+    step word, telling). held_out: nats per token, where this step evaluated. metrics: what the
+    task reported, as means over the step's targets.
     """
 
     generation: int
@@ -88,13 +90,46 @@ class StepRecord:
     lr: float
     seconds: float
     held_out: float | None = None
+    upkeep_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCheck:
+    """What a host found out about its node before it takes part; once per incarnation, again only where it failed.
+
+    memory_free_bytes: before the arena was reserved; memory_wanted_bytes: arena and, on a CPU, the trainer's state.
+    disk_free_bytes: where its logs go. gpus: visible ones. gemm_gflops: GFLOP/s of the best of many matrix products in
+    the run's precision, on the device that trains; gemm_wrong: rows that differ from the known result. copy_gbs:
+    GB/s from the device's memory into the host's; copy_wrong: numbers that arrived changed.
+    link_to: the host that some MB were sent to and came back from, "" where none was named; link_ms: best round trip;
+    link_mbs: MB/s, the slower direction. unreached: hosts that did not answer, with why.
+    failed: why the device or the memory could not be used at all. clock_ahead_s: of the coordinator's clock, found by
+    the driver.
+    """
+
+    memory_free_bytes: int = 0
+    memory_wanted_bytes: int = 0
+    disk_free_bytes: int = 0
+    gpus: int = 0
+    gemm_gflops: float = 0.0
+    gemm_wrong: int = 0
+    copy_gbs: float = 0.0
+    copy_wrong: int = 0
+    link_to: str = ""
+    link_ms: float = 0.0
+    link_mbs: float = 0.0
+    unreached: dict[str, str] = field(default_factory=dict)
+    failed: str = ""
+    clock_ahead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Host -> coordinator, on every change and at least each heartbeat. Older `seq` of a host are dropped.
 
-    ready: a trainer can be started (template up); warm: a standby waits. step: newest step that the trainer's
+    ready: a trainer can be started (template up, check made); warm: a standby waits. check: None until it is made.
+    sent_s: the host's wall clock, seconds since the epoch. step: newest step that the trainer's
     progress mark shows. steps: records of its last trainer that the order's `steps_seen` does not cover (a key of
     another generation covers none), oldest first, a bounded number; rank 0's host tells them as they come, every
     other host once its trainer has exited: each completed step is then known as long as one host of the generation
@@ -118,6 +153,8 @@ class Report:
     uploads: tuple[Uploaded, ...] = ()
     skipped: int = 0
     pids: dict[str, int] = field(default_factory=dict)
+    check: NodeCheck | None = None
+    sent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +166,8 @@ class Order:
     `running`: it was sent before. drain: pause at the next step boundary. keep: the newest safe snapshot; older
     ones may be overwritten. upload: copy this sealed own shard to storage. steps_seen: the newest record of that
     generation that is in the journal. finish: the run is over, end. evicted: this incarnation is no longer a member
-    of the run; kill, forget and come back as a new host.
+    of the run; kill, forget and come back as a new host. neighbours: whom to try the network with, the first that
+    answers is enough.
     """
 
     host: str
@@ -144,6 +182,7 @@ class Order:
     steps_seen: SnapshotKey | None = None
     evicted: bool = False
     finish: bool = False
+    neighbours: tuple[Member, ...] = ()
 
 
 # ---------------------------------------------------------------- facts: the input of `decide`
@@ -151,13 +190,16 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """An attempt began. `durable`: the newest committed checkpoint of the run, None on a new run. `generation`: the
-    highest that any earlier attempt is known to have used; numbers are never used twice."""
+    """An attempt began. `durable`: the checkpoint that it starts from, None: the seed. `generation`: the highest that
+    any earlier attempt is known to have used; numbers are never used twice. `origin`: from what, and why from nothing
+    newer. `changes`: what was allowed to differ from the configuration of the attempt before."""
 
     run: str
     attempt: int
     generation: int
     durable: RestorePlan | None
+    origin: str = ""
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +278,51 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PauseRequested:
+    """Hold at the next step boundary, hosts and state kept, until `ResumeRequested`."""
+
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRequested:
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeRequested:
+    """Train on at most so many nodes and hosts from the next step boundary on; None: as configured."""
+
+    nodes: int | None
+    hosts: int | None
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRequested:
+    """Make the next safe snapshot durable, whatever the interval."""
+
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingChanged:
+    """`key` (one of `config_live.LIVE_KEYS`) has this value from now on, in this attempt."""
+
+    key: str
+    value: int | float | str
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeQuarantined:
+    """Its hosts take no part from the next step boundary on: on suspicion, or drained by a person."""
+
     node: str
     why: str
 
@@ -264,6 +350,11 @@ Event = (
     | CheckpointCommitted
     | CommitFailed
     | StopRequested
+    | PauseRequested
+    | ResumeRequested
+    | ResizeRequested
+    | CheckpointRequested
+    | SettingChanged
     | NodeQuarantined
     | NodeReleased
     | Tick

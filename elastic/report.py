@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from elastic import segments
+from elastic.checkpoint.log import CommitLog
+from elastic.checkpoint.store import open_store
 from elastic.config import Config, ElasticError, parse
 from elastic.data.order import digest, sample_ids
 from elastic.data.shards import Corpus
-from elastic.telemetry import journal, ledger
+from elastic.resume import saved_config
+from elastic.telemetry import ledger
 from elastic.telemetry.lineage import lineage
 
+ADMISSION_LINES_MAX = 20
 PHASES = ("detect", "stop", "decide", "fork", "rendezvous", "build", "restore", "first step")
 # The trainers' marks, in the order in which they pass.
 MARKS = {"start": "fork", "group": "rendezvous", "build": "build", "restore": "restore", "first_step": "first step"}
@@ -51,17 +54,18 @@ class Recovery:
 
 
 def entries_of(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "journal.jsonl"
-    if not path.exists():
-        raise ReportError(f"{run_dir} holds no journal.jsonl; give the directory of a run, such as runs/quickstart")
-    return journal.read_file(path)
+    if not segments.exist(run_dir):
+        raise ReportError(f"{run_dir} holds no {segments.FILE}; give the directory of a run, such as runs/quickstart")
+    return segments.entries(run_dir)
 
 
-def config_of(run_dir: Path) -> Config:
-    path = run_dir / "config.yaml"
-    if not path.exists():
+def config_of(run_dir: Path, attempt: int | None = None) -> Config:
+    """What `attempt` was asked for, the newest one by default or where that is not known."""
+    store = open_store(str(run_dir))
+    saved = (saved_config(store, attempt=attempt) if attempt is not None else {}) or saved_config(store)
+    if not saved:
         raise ReportError(f"{run_dir} holds no config.yaml; give the directory of a run, such as runs/quickstart")
-    return parse(yaml.safe_load(path.read_text()), source=str(path))
+    return parse(saved, source=str(run_dir / "config.yaml"))
 
 
 # ---------------------------------------------------------------- recoveries
@@ -174,10 +178,24 @@ def summary_lines(run_dir: Path) -> list[str]:
         f"generations {len(starts)}, worlds {' '.join(str(len(start['hosts'])) for start in starts)}",
         f"incidents   {len(told)}",
         *(f"  {line}" for line in recovery_lines(told)),
+        *(f"node        {line}" for line in admission_lines(entries)),
         f"time        {wall_s:.1f} s: "
         + ", ".join(f"{name} {s:.1f} s ({100 * s / wall_s:.0f} %)" for name, s in spent.seconds().items()),
         f"files       {run_dir} (journal.jsonl, config.yaml, log/, data/); output: elastic logs {run_dir}",
     ]
+
+
+def admission_lines(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Hosts that were refused or marked, nodes that rested; each once, the newest last."""
+    lines: dict[str, None] = {}
+    for action in (action for entry in entries for action in entry["actions"]):
+        if action["kind"] in ("RefuseHost", "MarkHost"):
+            lines[f"{action['host']} {'refused' if action['kind'] == 'RefuseHost' else 'marked'}: {action['why']}"] = (
+                None
+            )
+        elif action["kind"] == "RestNode":
+            lines[f"{action['node']} rested: it was lost {action['losses']} times"] = None
+    return [*lines][-ADMISSION_LINES_MAX:]
 
 
 # ---------------------------------------------------------------- proof of the samples
@@ -187,21 +205,42 @@ def verify_data(run_dir: Path) -> list[str]:
     """Prove from the journal that each sample of the committed lineage was used exactly once, in order.
 
     Each step's record carries the count and the digest of the sample ids that the ranks really read; both are
-    computed anew here from (corpus fingerprint, seed, step). Returns the proof's lines; ReportError: it fails.
+    computed anew here from (corpus fingerprint, seed, step), as the step's attempt was configured. Returns the proof's
+    lines; ReportError: it fails.
     """
     entries, config = entries_of(run_dir), config_of(run_dir)
-    corpus = Corpus.open(Path(config.data.prepared), "train")
-    windows = corpus.windows(config.model.seq_len)
     records = lineage(entries)
+    brought = _brought_step(entries)
+    for expected, record in enumerate(records, start=brought + 1):
+        if record["step"] != expected:
+            raise ReportError(
+                f"step {expected} is missing from the lineage, step {record['step']} follows the one before"
+            )
+    attempts = sorted({record["attempt"] for record in records})
+    for attempt in attempts:
+        _verify_attempt(config_of(run_dir, attempt), [r for r in records if r["attempt"] == attempt])
+    windows = Corpus.open(Path(config.data.prepared), "train").windows(config.model.seq_len)
+    samples = sum(record["samples"] for record in records)
+    undone = sum(entry["event"]["kind"] == "StepCompleted" for entry in entries) - len(records)
+    return [
+        f"{len(records)} steps of the committed lineage, {samples} samples "
+        f"({samples / windows:.3f} epochs of {windows}): each used exactly once, in the order of "
+        f"seed {config.seed}",
+        f"{undone} further steps were undone, by failures or by going back, and are not part of it",
+        *([f"the {brought} steps before came with another run's checkpoint; their proof is there"] if brought else []),
+        *_changes(entries, attempts),
+    ]
+
+
+def _verify_attempt(config: Config, records: Sequence[dict[str, Any]]) -> None:
+    corpus = Corpus.open(Path(config.data.prepared), "train")
     samples = config.batch.global_samples
-    for expected, record in enumerate(records, start=1):
+    for record in records:
         step = record["step"]
-        if step != expected:
-            raise ReportError(f"step {expected} is missing from the lineage (step {step} follows step {expected - 1})")
         ids = sample_ids(
             fingerprint=corpus.fingerprint,
             seed=config.seed,
-            windows=windows,
+            windows=corpus.windows(config.model.seq_len),
             start=(step - 1) * samples,
             count=samples,
         )
@@ -210,25 +249,42 @@ def verify_data(run_dir: Path) -> list[str]:
                 f"step {step} of generation {record['generation']} used {record['samples']} samples with digest "
                 f"{record['digest']}, wanted {samples} with {digest(ids):016x}"
             )
-    undone = sum(entry["event"]["kind"] == "StepCompleted" for entry in entries) - len(records)
+
+
+def _starts(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry["event"] for entry in entries if entry["event"]["kind"] == "RunStarted"]
+
+
+def _brought_step(entries: Sequence[dict[str, Any]]) -> int:
+    """The step of the checkpoint that the run's first attempt began from: another run's. 0: from the seed."""
+    durable = next((event["durable"] for event in _starts(entries)), None)
+    return int(durable["key"]["step"]) if durable else 0
+
+
+def _changes(entries: Sequence[dict[str, Any]], attempts: Sequence[int]) -> list[str]:
+    """What the lineage's attempts changed: after another batch, seed or corpus a sample may be used once more."""
     return [
-        f"{len(records)} steps of the committed lineage, {len(records) * samples} samples "
-        f"({len(records) * samples / windows:.3f} epochs of {windows}): each used exactly once, in the order of "
-        f"seed {config.seed}",
-        f"{undone} further steps were undone by failures and are not part of it",
+        f"attempt {event['attempt']} changed {', '.join(event['changes'])}"
+        for event in _starts(entries)
+        if event.get("changes") and event["attempt"] in attempts
     ]
 
 
 def finished(config: Config) -> bool:
-    """Has the run of this name reached its last step already?"""
-    entries = journal.read_file(config.run_dir() / "journal.jsonl")
-    return bool(entries) and entries[-1]["phase"] == "finished" and entries[-1]["step"] >= config.steps
+    """Has the run of this name reached its last step already, and not gone back since?"""
+    entries = segments.entries(config.run_dir())
+    line = CommitLog(open_store(str(config.run_dir()))).line()
+    newest = line[0].manifest if line else None
+    ended = bool(entries) and entries[-1]["phase"] == "finished" and entries[-1]["step"] >= config.steps
+    return ended and (newest is None or newest.key.step >= config.steps)
 
 
 def failure_of(run_dir: Path) -> tuple[str, str]:
     """(failure, detail) of the newest attempt, empty if it did not fail."""
-    path = run_dir / "journal.jsonl"
     failed = [
-        action for entry in journal.read_file(path)[-20:] for action in entry["actions"] if action["kind"] == "FailRun"
+        action
+        for entry in segments.entries(run_dir)[-20:]
+        for action in entry["actions"]
+        if action["kind"] == "FailRun"
     ]
     return (failed[-1]["failure"], failed[-1]["detail"]) if failed else ("", "")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from elastic.checkpoint.blocks import SUB_BLOCK, sub_blocks
 from elastic.checkpoint.board import Board, Word, Words, pack, unpack
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.errors import CheckpointError, StateError
 from elastic.events import Holding
 from elastic.plan import SnapshotKey
 
@@ -152,9 +152,9 @@ class Buffer:
 
     def check_fits(self, nbytes: int, table_nbytes: int) -> None:
         if nbytes > len(self._room) or table_nbytes > len(self._table):
-            raise CheckpointError(
+            raise StateError(
                 f"a shard is {nbytes} bytes with a table of {table_nbytes}; this arena's {self.tier} buffers "
-                f"take {len(self._room)} and {len(self._table)}; give the host a larger arena"
+                f"take {len(self._room)} and {len(self._table)}; give the host a larger arena (sizes.shard_bytes)"
             )
 
     def begin(self, key: SnapshotKey, *, rank: int, world: int, nbytes: int, table: bytes) -> Bytes:
@@ -221,7 +221,10 @@ class Arena:
         words = np.frombuffer(self.memory, dtype=np.int64, count=PAGE // 8)
         if words[Word.MAGIC] != MAGIC or words[Word.VERSION] != VERSION:
             got, version = hex(int(words[Word.MAGIC])), int(words[Word.VERSION])
-            raise CheckpointError(f"fd {fd} is no arena of version {VERSION}: got magic {got}, version {version}")
+            raise CheckpointError(
+                f"fd {fd} is no arena of version {VERSION}: got magic {got}, version {version}; if elastic was "
+                "upgraded while this host ran, end the host: a new one makes its own arena"
+            )
         self.board = Board(words)
         buffers = [Buffer(self.memory, self.board, place) for place in _places(words)]
         self.own, self.received = tuple(buffers[:OWN_BUFFERS]), tuple(buffers[OWN_BUFFERS:])
@@ -244,10 +247,14 @@ class Arena:
             places = _places(words)
             del words
         os.ftruncate(fd, places[-1].stop)
-        if prefault:
-            for place in places[:OWN_BUFFERS]:
-                _reserve(fd, place.data, place.nbytes)
-        return cls(fd)
+        try:
+            if prefault:
+                for place in places[:OWN_BUFFERS]:
+                    _reserve(fd, place.data, place.nbytes)
+            return cls(fd)
+        except CheckpointError:
+            os.close(fd)  # with what it did get
+            raise
 
     @classmethod
     def attach(cls, fd: int) -> Arena:

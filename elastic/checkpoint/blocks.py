@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.errors import CheckpointError, StateError
 
 Ints = tuple[int, ...]
 Box = tuple[Ints, Ints]  # global offsets, sizes
@@ -146,12 +146,12 @@ def index(tables: Mapping[int, Table]) -> Index:
 def reads(wanted: Block, have: Index) -> list[Read]:
     """Boxes that together fill `wanted` as far as `have` reaches (see `missing`), none read twice.
 
-    CheckpointError: the tensor has another shape or dtype there, or blocks overlap without being copies.
+    StateError: the tensor has another shape or dtype there. CheckpointError: blocks overlap without being copies.
     """
     found: list[Read] = []
     for rank, source in have.get(wanted.name, ()):
         if (source.global_shape, source.dtype) != (wanted.global_shape, wanted.dtype):
-            raise CheckpointError(
+            raise StateError(
                 f"{wanted.name} was saved as {source.dtype}{list(source.global_shape)}, this model has "
                 f"{wanted.dtype}{list(wanted.global_shape)}; restore into the model that was saved"
             )

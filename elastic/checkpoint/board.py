@@ -20,7 +20,7 @@ STEP_BITS = 40
 
 
 class Word(IntEnum):
-    """The control board. Shape: by the creator; then who writes: host (8-10), trainer (16-19), mover (24-25)."""
+    """The control board. Shape: by the creator; then who writes: host (8-10), trainer (16-19), mover (24-26)."""
 
     MAGIC = 0
     VERSION = 1
@@ -37,6 +37,7 @@ class Word(IntEnum):
     SKIPPED = 19
     MOVER = 24  # incarnation of the living mover: pins of another one are void
     PARTNER_BUSY = 25
+    MOVER_CPU_NS = 26
 
 
 def pack(key: SnapshotKey | None) -> int:
@@ -119,6 +120,15 @@ class Board:
 
     def count_partner_busy(self) -> None:
         self._words[Word.PARTNER_BUSY] += 1
+
+    @property
+    def mover_cpu_ns(self) -> int:
+        """CPU time of the living mover, told with its news; less than before after it was replaced."""
+        return int(self._words[Word.MOVER_CPU_NS])
+
+    @mover_cpu_ns.setter
+    def mover_cpu_ns(self, cpu_ns: int) -> None:
+        self._words[Word.MOVER_CPU_NS] = cpu_ns
 
     @property
     def mover(self) -> int:

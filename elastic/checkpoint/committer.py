@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 from elastic.checkpoint.errors import CheckpointError, Fenced
@@ -27,7 +28,8 @@ JOBS_MAX = 8
 class Committer:
     """A worker thread with a bounded queue. `log` is its own: nobody else may use that instance.
 
-    samples_per_step: what one step adds to the data position. keep: checkpoints kept, the newest ones.
+    samples_per_step: what one step adds to the data position. keep: checkpoints kept, the newest of the run's line.
+    before_commit: makes durable what a checkpoint must not be ahead of; what it raises fails the commit.
     """
 
     def __init__(
@@ -40,11 +42,12 @@ class Committer:
         fingerprint: str,
         samples_per_step: int,
         keep: int,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         assert keep >= 1, keep
         self._store, self._log, self._attempt = store, log, attempt
         self._run, self._fingerprint = run, fingerprint
-        self._samples_per_step, self._keep = samples_per_step, keep
+        self._samples_per_step, self._keep, self._before_commit = samples_per_step, keep, before_commit
         self._jobs: queue.Queue[Job | None] = queue.Queue(JOBS_MAX)
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
@@ -97,9 +100,11 @@ class Committer:
             samples=key.step * self._samples_per_step,
             fingerprint=self._fingerprint,
         )
-        older = [entry.number for entry in self._log.checkpoints()]
-        manifest = replace(manifest, retired=tuple(older[: max(0, len(older) + 1 - self._keep)]))
-        number = self._log.commit(self._attempt, manifest)
+        # What the run went back from is retired too: on the line stay this one and the newest before it.
+        kept = [entry.number for entry in self._log.line()][: self._keep - 1]
+        retired = tuple(entry.number for entry in self._log.checkpoints() if entry.number not in kept)
+        self._before_commit()
+        number = self._log.commit(self._attempt, replace(manifest, retired=retired))
         committed = CheckpointCommitted(key=key, number=number, restore=restore_plan(manifest))
         self._tidy(key)
         return committed

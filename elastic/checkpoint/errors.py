@@ -9,8 +9,16 @@ class CheckpointError(ElasticError):
     """State could not be saved, found, verified or read; nothing that was read half is used."""
 
 
+class StateError(CheckpointError):
+    """The task's state is not what was saved, or can't be saved. No peer's fault, and a retry would meet it again."""
+
+
 class ObjectMissing(CheckpointError):
     """The store has no object of that name."""
+
+
+class TooNew(CheckpointError):
+    """A newer elastic wrote it: nothing older is taken in its place, what it says might be lost."""
 
 
 class SourceFailed(CheckpointError):

@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic.checkpoint.blocks import check_coverage
 from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.shard import key_of, of_object, table_object
+from elastic.checkpoint.shard import check_schema, key_of, of_object, table_object
 from elastic.checkpoint.store import Store
 from elastic.events import Uploaded
 from elastic.plan import RestorePlan, ShardSource, SnapshotKey
@@ -119,11 +119,8 @@ def to_body(manifest: Manifest) -> dict[str, Any]:
 
 
 def of_body(body: Mapping[str, Any], *, name: str) -> Manifest:
-    """CheckpointError: of a newer schema, or fields that do not fit."""
-    if body.get("schema") != SCHEMA:
-        raise CheckpointError(
-            f"{name} has schema {body.get('schema')}, this version reads {SCHEMA}; use the version that wrote it"
-        )
+    """TooNew: of a newer schema. CheckpointError: fields that do not fit."""
+    check_schema(body, SCHEMA, name=name)
     try:
         return Manifest(
             run=body["run"],

@@ -6,9 +6,11 @@ lines over the control socket. Host to mover, the first line being the token:
 
     {"token": t}   {"generation": g, "rank": r, "world": w, "attempt": a, "partner": {"address", "port"} | null}
     {"upload": {"generation": g, "step": s}}   {"seal": true}
+    {"try": [{"host", "address", "port"}, ...], "limit_s": seconds}   exchange bytes with the first that answers
 
 Mover to host: {"ready": true}, {"changed": true} when any holding changed, {"sealed": true} when all that
-was written is sealed, {"uploaded": ...} (see `uploaded_of`), {"failed": what, "reason": sentence}.
+was written is sealed, {"uploaded": ...} (see `uploaded_of`), {"failed": what, "reason": sentence},
+{"tried": {"link_to": host or "", "link_ms", "link_mbs", "unreached": {host: why}}}.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -31,9 +34,10 @@ import numpy as np
 from elastic.checkpoint.arena import Arena, Buffer, State
 from elastic.checkpoint.blocks import SUB_BLOCK
 from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.peers import Partner, Peers
+from elastic.checkpoint.peers import Partner, Peers, exchange
 from elastic.checkpoint.shard import of_buffer, table_object, to_object
 from elastic.checkpoint.store import Store, open_store
+from elastic.checkpoint.wire import ECHO_BYTES_MAX
 from elastic.events import Uploaded
 from elastic.plan import Endpoint, SnapshotKey
 
@@ -130,6 +134,7 @@ class Mover:
 
     def _tell_changed(self) -> None:
         self._changed_call = None
+        self._arena.board.mover_cpu_ns = time.process_time_ns()
         self._tell({"changed": True})
 
     def _obey(self, message: dict[str, Any]) -> None:
@@ -145,6 +150,8 @@ class Mover:
             self._news["upload"].set()
         elif "seal" in message:
             self._start(self._seal_now())
+        elif "try" in message:
+            self._start(self._try_network(message["try"], message["limit_s"]))
         else:
             raise CheckpointError(f"unknown control message {message}; host and mover must be of one version")
 
@@ -252,6 +259,21 @@ class Mover:
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(self._listen)
             self._start(self._peers.serve(sock))
+
+    # ---------------------------------------------------------------- the network, before this host takes part
+
+    async def _try_network(self, places: list[dict[str, Any]], limit_s: float) -> None:
+        unreached, found = {}, {"link_to": "", "link_ms": 0.0, "link_mbs": 0.0}
+        for place in places:
+            endpoint = Endpoint(address=place["address"], port=place["port"])
+            try:
+                trip_s, bytes_s = await exchange(endpoint, self._token, ECHO_BYTES_MAX, limit_s)
+            except (OSError, TimeoutError, CheckpointError) as error:
+                unreached[place["host"]] = _say(error)
+                continue
+            found = {"link_to": place["host"], "link_ms": round(1e3 * trip_s, 3), "link_mbs": round(bytes_s / 1e6, 1)}
+            break
+        self._tell({"tried": {**found, "unreached": unreached}})
 
     # ---------------------------------------------------------------- upload
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,6 +23,7 @@ from elastic.checkpoint.blocks import SUB_BLOCK
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.shard import Shard, facts_nbytes, is_small, key_of, of_buffer, of_header
 from elastic.checkpoint.wire import (
+    ECHO_BYTES_MAX,
     FACTS_BYTES_MAX,
     FRAME_BYTES_MAX,
     LENGTH,
@@ -36,6 +39,8 @@ IDLE_S = 600.0  # a connection without a request is closed; its owner opens anot
 CONNECTIONS_MAX = 512
 HELLO_BYTES_MAX = 4096
 READ_AHEAD_BYTES = 256 << 10
+ROUND_TRIPS = 5
+TRANSFERS = 3
 _CLOSED = "the peer closed the connection"
 
 Answer = Literal["done", "have", "busy"]
@@ -153,6 +158,36 @@ async def _push(pipe: Pipe, shard: Shard, data: memoryview, *, ask_first: bool) 
     return "busy" if "busy" in answer else "have" if "have" in answer else "done"
 
 
+async def exchange(endpoint: Endpoint, token: str, nbytes: int, limit_s: float) -> tuple[float, float]:
+    """(round trip in s, bytes per s of the slower direction) to another mover; each the best of several tries.
+
+    OSError, TimeoutError: no answer in `limit_s`. CheckpointError: it refused, or the bytes came back changed.
+    """
+    async with asyncio.timeout(limit_s):
+        pipe = await Pipe.connect(endpoint, token)
+        try:
+            trips_s = [sum(await _echo(pipe, 1, limit_s)) for _ in range(ROUND_TRIPS)]
+            slower_s = [max(await _echo(pipe, nbytes, limit_s)) for _ in range(TRANSFERS)]
+            return min(trips_s), nbytes / min(slower_s)
+        finally:
+            pipe.close()
+
+
+async def _echo(pipe: Pipe, nbytes: int, limit_s: float) -> tuple[float, float]:
+    """Seconds until the other side had all of it, and from there until it was back."""
+    sent, back = os.urandom(nbytes), bytearray(nbytes)
+    began_s = time.monotonic()
+    await pipe.tell({"echo": nbytes})
+    await pipe.send(sent)
+    await pipe.hear(limit_s=limit_s)
+    there_s = time.monotonic()
+    for at in range(0, nbytes, SUB_BLOCK):
+        await pipe.fill(memoryview(back)[at : at + SUB_BLOCK])
+    if back != sent:
+        raise CheckpointError(f"of {nbytes} bytes some came back changed")
+    return there_s - began_s, time.monotonic() - there_s
+
+
 class _Arrived:
     """Bytes that came with their request, read like a pipe."""
 
@@ -206,6 +241,8 @@ class Peers:
                 shard = of_buffer(self._sealed(request["describe"], request["rank"]))
                 await pipe.tell(shard.header())
                 await pipe.send(shard.facts())
+            elif "echo" in request:
+                await self._return(pipe, request["echo"])
             elif "read" in request:
                 await self._read(pipe, self._sealed(request["read"], request["rank"]), request["spans"])
             else:
@@ -219,6 +256,15 @@ class Peers:
             held = "not here" if buffer is None else "not sealed yet"
             raise CheckpointError(f"rank {rank}'s shard of {key_of(key)} is {held}")
         return buffer
+
+    async def _return(self, pipe: Pipe, nbytes: int) -> None:
+        if not 0 < nbytes <= ECHO_BYTES_MAX:
+            raise ConnectionAbortedError(f"asked to return {nbytes} bytes, at most {ECHO_BYTES_MAX} are")
+        data = bytearray(nbytes)
+        for at in range(0, nbytes, SUB_BLOCK):
+            await pipe.fill(memoryview(data)[at : at + SUB_BLOCK])
+        await pipe.tell({"nbytes": nbytes})
+        await pipe.send(memoryview(data))
 
     async def _read(self, pipe: Pipe, buffer: Buffer, spans: list[tuple[int, int]]) -> None:
         sequence, data = buffer.sequence, buffer.view

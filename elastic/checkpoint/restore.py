@@ -20,6 +20,7 @@ from elastic.checkpoint.arena import Arena, Buffer
 from elastic.checkpoint.blocks import (
     Block,
     Box,
+    Index,
     Read,
     Table,
     box_of,
@@ -32,7 +33,7 @@ from elastic.checkpoint.blocks import (
     sub_blocks,
     touched,
 )
-from elastic.checkpoint.errors import CheckpointError, SourceFailed
+from elastic.checkpoint.errors import CheckpointError, SourceFailed, StateError
 from elastic.checkpoint.save import Entry, local, view, wanted
 from elastic.checkpoint.shard import Shard, of_buffer, of_object, table_object
 from elastic.checkpoint.store import Store
@@ -80,12 +81,13 @@ def restore(
     """Fills every tensor of `entries` (from save.entries) with the state that `plan` names.
 
     `rank` is this trainer's in the new layout: where the layout did not change, its own shard is all it needs.
-    `timeout_s` limits each wait for a peer. CheckpointError: a source is gone, damaged or of another model, or
-    an element has no source; some tensors may be overwritten by then.
+    `timeout_s` limits each wait for a peer. CheckpointError: a source is gone or damaged, or an element has no
+    source; some tensors may be overwritten by then. StateError: the names, shapes or dtypes are not those saved.
     """
     boxes = [(wanted(name, tensor), local(tensor)) for name, tensor in entries]
     targets = [(block, tensor) for block, tensor in boxes if block is not None]
     opened: dict[int, _Opened] = {}
+    have: Index = {}
     found: list[tuple[Target, list[Read]]] = []
     with ThreadPoolExecutor(THREADS) as pool:
         for group in _near_to_far(plan, rank, arena):
@@ -93,13 +95,30 @@ def restore(
             have = index({source: shard.table for source, shard in opened.items()})
             found = [((block, tensor), reads(block, have)) for block, tensor in targets]
             if not any(missing(block, parts) for (block, _), parts in found):
+                _check_all_wanted(have, entries, plan)
                 return _fill(pool, opened, found)
+    unknown = [name for name, tensor in entries if tensor.numel() and name not in have]
+    if unknown:
+        raise StateError(
+            f"the snapshot of step {plan.key.step} does not have {_few(unknown)}: it is of another model or "
+            "optimizer, or this is newly registered state; start a new run, or go back to what was saved"
+        )
     gaps = [(block.name, missing(block, parts)) for (block, _), parts in found]
     lacking = [f"{name} ({count} elements)" for name, count in gaps if count]
-    raise CheckpointError(
-        f"{plan.key} has no source for {', '.join(lacking[:5])}{', ...' if len(lacking) > 5 else ''}; "
-        "was it saved from another model?"
-    )
+    raise CheckpointError(f"{plan.key} has no source for {_few(lacking)}; try another copy or an older checkpoint")
+
+
+def _check_all_wanted(have: Index, entries: Sequence[Entry], plan: RestorePlan) -> None:
+    left = sorted(have.keys() - {name for name, _ in entries})
+    if left:
+        raise StateError(
+            f"the snapshot of step {plan.key.step} has {_few(left)}, which this task does not have or register; "
+            "start a new run, or go back to what was saved"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _each(pool: ThreadPoolExecutor, work: Callable[[T], U], items: Sequence[T]) -> Iterable[U]:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from elastic.checkpoint.arena import Arena, Buffer, State
-from elastic.checkpoint.blocks import ITEM_BYTES, Block, encode_bytes, place
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.blocks import ALIGN, ITEM_BYTES, Block, encode_bytes, place
+from elastic.checkpoint.errors import CheckpointError, StateError
 from elastic.plan import SnapshotKey
 
 Entry = tuple[str, torch.Tensor]
@@ -30,7 +30,7 @@ def entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[En
 
     Optimizer state that is still lazy is made first, as zeros, so that a fresh trainer can restore into it.
     The tensors are the live ones: call it again only when the model or optimizer is another.
-    CheckpointError: the optimizer keeps state that is no tensor.
+    StateError: the optimizer keeps state that is no tensor.
     """
     materialise(optimizer)
     found: list[Entry] = []
@@ -40,7 +40,7 @@ def entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[En
     for parameter, name in names.items():
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if not isinstance(value, torch.Tensor):
-                raise CheckpointError(
+                raise StateError(
                     f"optimizer state {key} of {name} is {type(value).__name__}, only tensors are saved; "
                     "keep it as a tensor"
                 )
@@ -86,10 +86,22 @@ def wanted(name: str, tensor: torch.Tensor) -> Block | None:
         sizes, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{name} has dtype {dtype}, the format knows {', '.join(ITEM_BYTES)}")
+        raise StateError(f"{name} has dtype {dtype}, the format knows {', '.join(ITEM_BYTES)}")
     if math.prod(sizes) == 0:
         return None
     return Block(name=name, dtype=dtype, global_shape=tuple(tensor.shape), offsets=tuple(offsets), sizes=tuple(sizes))
+
+
+def shard_bytes_max(entries: Sequence[Entry], world: int) -> int:
+    """Upper limit of any rank's shard in a world of at least `world`: of a DTensor at most ceil(rows / world) rows,
+    since FSDP cuts the first dimension in equal chunks; what is not sharded may all fall to one rank."""
+    total = 0
+    for _, tensor in entries:
+        nbytes = tensor.numel() * tensor.element_size()
+        if isinstance(tensor, DTensor) and nbytes:
+            nbytes = -(-tensor.shape[0] // world) * (nbytes // tensor.shape[0])
+        total += -(-nbytes // ALIGN) * ALIGN
+    return total
 
 
 def owned(block: Block, tensor: torch.Tensor, rank: int, world: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from elastic.checkpoint.arena import Buffer
 from elastic.checkpoint.blocks import SUB_BLOCK, Table, decode_bytes, sub_blocks
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.errors import CheckpointError, TooNew
 from elastic.plan import SnapshotKey
+from elastic.schema import refusal
 
 SCHEMA = 1
 
@@ -139,10 +140,11 @@ def to_object(shard: Shard) -> bytes:
 def of_object(raw: bytes, *, name: str) -> Shard:
     """The inverse of `to_object`. CheckpointError: damaged, or written by another version."""
     body = check(raw, name=name)
-    if (body["schema"], body["sub_block"]) != (SCHEMA, SUB_BLOCK):
+    check_schema(body, SCHEMA, name=name)
+    if body["sub_block"] != SUB_BLOCK:
         raise CheckpointError(
-            f"{name} has schema {body['schema']} and sub-blocks of {body['sub_block']} bytes, this version reads "
-            f"{SCHEMA} and {SUB_BLOCK}; use the version that wrote it"
+            f"{name} has sub-blocks of {body['sub_block']} bytes, this elastic reads {SUB_BLOCK}; "
+            "use the one that wrote it"
         )
     shard = Shard(
         key=key_of(body["key"]),
@@ -172,6 +174,13 @@ def check(raw: bytes, *, name: str) -> dict[str, Any]:
     if hashlib.sha256(_canonical(body)).hexdigest() != claimed:
         raise CheckpointError(f"{name} does not match its own hash: it is damaged")
     return {**body, "sha256": claimed}
+
+
+def check_schema(body: Mapping[str, Any], reads: int, *, name: str) -> None:
+    """TooNew, or CheckpointError: `body` is of another schema than this code reads."""
+    got = body.get("schema")
+    if why := refusal(name, got, reads):
+        raise (TooNew if isinstance(got, int) and got > reads else CheckpointError)(why)
 
 
 def _canonical(body: dict[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
 """The seam to durable storage: five methods, and the two stores that stand behind it here.
 
-An object is written once, under a key that nobody else writes, or by `put_if_absent`. There is no rename
-and no append. A conditional PUT on S3 fits the same five methods.
+An object is written under a key that nobody else writes, or by `put_if_absent`. There is no rename and no
+append. A conditional PUT on S3 fits the same five methods.
 """
 
 from __future__ import annotations

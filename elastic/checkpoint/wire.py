@@ -5,6 +5,7 @@ The first frame is {"hello": token}. Then requests, one at a time:
 
     {"describe": [generation, step], "rank": r}                 -> header (shard.py), then its facts
     {"read": [generation, step], "rank": r, "spans": [[a, b]]}  -> {"nbytes": n}, then the spans' bytes
+    {"echo": n}, n bytes                                        -> {"nbytes": n}, then the same bytes
     {"push": header}    -> {"busy": why} or {"have": true} or {"go": true}; after go: facts, data -> {"done": true}
     {"push": header, "whole": true}, facts, data   (a small shard) -> {"busy": why} or {"have": true} or {"done": true}
 
@@ -31,6 +32,7 @@ LENGTH = struct.Struct(">I")
 FRAME_BYTES_MAX = 16 << 20
 FACTS_BYTES_MAX = 256 << 20
 SOCKET_BYTES = 4 << 20
+ECHO_BYTES_MAX = 4 << 20
 
 
 def frame(message: dict[str, Any]) -> bytes:

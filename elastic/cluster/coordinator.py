@@ -18,26 +18,29 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import ray
-import yaml
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic import events
 from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
-from elastic.checkpoint.store import open_store
+from elastic.checkpoint.store import Store, open_store
 from elastic.clock import RealClock
 from elastic.cluster.stream import Server
 from elastic.config import Config, ElasticError
+from elastic.controller import requests
 from elastic.controller.driver import Driver, replay
 from elastic.controller.state import TERMINAL, Phase, RunState
 from elastic.data.shards import read_manifest
 from elastic.events import Order, Report
 from elastic.plan import RestorePlan
+from elastic.resume import Resume, choose, save_config
+from elastic.segments import FILE, Sealer, recover
 from elastic.telemetry import journal
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ NAMESPACE = "elastic"
 CALL_TIMEOUT_S = 60.0
 IDLE_S = 0.5
 RECENT_STEPS = 20
+GENERATIONS_LOST_MAX = 100  # begun after the last segment that reached storage: their numbers are not used again
 NAME_FREE_S, NAME_POLL_S = 20.0, 0.2
 
 
@@ -116,8 +120,8 @@ class Progress:
 class Coordinator:
     """One per run. All state belongs to the loop's thread; methods hand it calls and wait for the answers."""
 
-    def __init__(self, config: Config, token: str) -> None:
-        self._config = config
+    def __init__(self, config: Config, token: str, asked: Resume) -> None:
+        self._config, self._asked = config, asked
         self._token = token
         self._memory = _Memory(config.run_dir() / "coordinator.json")
         before = self._memory.of(token)
@@ -126,11 +130,15 @@ class Coordinator:
         self._driver: Driver | None = None
         self._progress: Progress | None = None
         self._commits: Committer | None = None
+        self._sealer: Sealer | None = None
         self._ended: Future[dict[str, Any]] = Future()
         address = ray.util.get_node_ip_address()
         self._server = Server(token, address, before.get("port", 0))
         self._group: str = before.get("group", "")
-        self._memory.write(token=token, port=self._server.endpoint.port, group=self._group)
+        ray_address = ray.get_runtime_context().gcs_address
+        self._memory.write(
+            token=token, port=self._server.endpoint.port, group=self._group, ray_address=ray_address, pid=os.getpid()
+        )
         if self._group:
             self._resume()
         threading.Thread(target=self._serve, name="driver", daemon=True).start()
@@ -150,9 +158,9 @@ class Coordinator:
         """Phase, step, loss, tokens_s, world, generation, hosts (node, pids, ...), own pid: plain JSON values."""
         return dict(self._call(self._status))
 
-    def stop(self, who: str, why: str) -> None:
-        """End the run at a step boundary, with a checkpoint."""
-        self._call(lambda: self._stop(events.StopRequested(who=who, why=why)))
+    def request(self, kind: str, who: str, why: str, given: dict[str, Any] | None = None) -> str:
+        """Order what `requests.event_of` knows; returns what was decided. ElasticError: it can't be."""
+        return str(self._call(lambda: self._request(kind, who, why, given or {})))
 
     def outcome(self, timeout_s: float) -> dict[str, Any] | None:
         """How the attempt ended (see `_outcome`), None while it has not within `timeout_s`."""
@@ -196,6 +204,8 @@ class Coordinator:
 
     def _end(self, outcome: dict[str, Any]) -> None:
         if not self._ended.done():
+            if self._sealer is not None:
+                self._sealer.close()  # whoever hears of the end may kill this process at once
             self._ended.set_result(outcome)
 
     def _dismiss(self) -> None:
@@ -214,14 +224,15 @@ class Coordinator:
     def _begin(self, group: str) -> int:
         if self._group == group and self._driver is not None:
             return self._driver.state.attempt
-        run_dir = self._config.run_dir()
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(self._config.model_dump(mode="json"), sort_keys=False))
-        log = CommitLog(open_store(str(run_dir)))
-        attempt = log.claim(f"{socket.gethostname()}:{os.getpid()}")
+        # A further group of the same submission goes on from what the first one reached.
+        start = choose(self._config, replace(self._asked, point="auto") if self._group else self._asked)
+        assert not start.other, start
+        store = open_store(str(self._config.run_dir()))
+        log = CommitLog(store)
+        attempt = log.claim(f"{socket.gethostname()}:{os.getpid()}", base=start.base)
         durable = self._durable(log)
-        entries = journal.read_file(self._journal)
-        used = max((entry["generation"] for entry in entries), default=0)
+        used = self._generations_used(store)
+        save_config(self._config, store, attempt=attempt)
         driver = self._drive(attempt, RunState())
         driver.take(
             events.RunStarted(
@@ -229,21 +240,30 @@ class Coordinator:
                 attempt=attempt,
                 generation=max(used, durable.key.generation if durable else 0),
                 durable=durable,
+                origin=start.origin,
+                changes=start.changes,
             )
         )
+        save_config(self._config, store)  # from here on what the next attempt is compared with
         self._group = group
         self._memory.write(group=group)
         return attempt
+
+    def _generations_used(self, store: Store) -> int:
+        """The highest number that an earlier attempt may have used."""
+        lost = GENERATIONS_LOST_MAX if recover(self._journal, store) else 0
+        return max((entry["generation"] + lost for entry in journal.read_file(self._journal)), default=0)
 
     def _fingerprint(self) -> str:
         return read_manifest(Path(self._config.data.prepared)).fingerprint
 
     def _durable(self, log: CommitLog) -> RestorePlan | None:
         newest, fingerprint = log.newest(), self._fingerprint()
-        if newest is not None and newest.fingerprint != fingerprint:
+        if newest is not None and newest.fingerprint != fingerprint and not self._asked.allows("data.corpus"):
             raise RunError(
                 f"the checkpoint of step {newest.key.step} was trained on data {newest.fingerprint[:12]}, "
-                f"{self._config.data.prepared} holds {fingerprint[:12]}; give this run another name, or that data"
+                f"{self._config.data.prepared} holds {fingerprint[:12]}; give this run another name, or that data, "
+                "or --allow-change data"
             )
         return restore_plan(newest) if newest else None
 
@@ -258,10 +278,12 @@ class Coordinator:
 
     def _drive(self, attempt: int, state: RunState) -> Driver:
         self._ended = Future()
-        for previous in (self._commits, self._progress):
+        for previous in (self._commits, self._sealer, self._progress):
             if previous is not None:
                 previous.close()
         store = open_store(str(self._config.run_dir()))
+        self._progress = Progress(self._journal)
+        self._sealer = Sealer(self._journal, store, attempt=attempt)
         self._commits = Committer(
             store,
             CommitLog(store),
@@ -270,20 +292,21 @@ class Coordinator:
             fingerprint=self._fingerprint(),
             samples_per_step=self._config.batch.global_samples,
             keep=self._config.checkpoint.keep,
+            before_commit=self._sealer.seal,
         )
-        self._progress = Progress(self._journal)
         log = cast("IO[bytes]", self._progress)
         self._driver = Driver(self._config, self._server, self._commits, log, self._clock, state)
         return self._driver
 
     @property
     def _journal(self) -> Path:
-        return self._config.run_dir() / "journal.jsonl"
+        return self._config.run_dir() / FILE
 
-    def _stop(self, request: events.StopRequested) -> None:
+    def _request(self, kind: str, who: str, why: str, given: dict[str, Any]) -> str:
         if self._driver is None:
-            raise RunError("the run has not started yet, nothing to stop; end its driver instead")
-        self._driver.take(request)
+            raise RunError("the run has not started yet; end its driver to stop it")
+        event = requests.event_of(kind, given, who, why, self._driver.state, self._config)
+        return self._driver.take(event) or f"nothing to change: {kind} is in force already"
 
     def _status(self) -> dict[str, Any]:
         if self._driver is None or self._progress is None:
@@ -309,8 +332,8 @@ class Coordinator:
 # ---------------------------------------------------------------- from the driver's and the hosts' side
 
 
-def start(config: Config, *, name_free_s: float = NAME_FREE_S) -> Any:
-    """Start the coordinator of `config.run` on this node; returns its actor handle.
+def start(config: Config, asked: Resume | None = None, *, name_free_s: float = NAME_FREE_S) -> Any:
+    """Start the coordinator of `config.run` on this node, which goes on as `asked`; returns its actor handle.
 
     RunError: a run of this name is running in this cluster, and still after `name_free_s`: Ray needs some time to
     end the actors of a driver that was killed.
@@ -329,7 +352,7 @@ def start(config: Config, *, name_free_s: float = NAME_FREE_S) -> Any:
     deadline_s = time.monotonic() + name_free_s
     while True:
         try:
-            return actor_class.remote(config, secrets.token_hex(16))
+            return actor_class.remote(config, secrets.token_hex(16), asked or Resume())
         except ValueError as error:
             if time.monotonic() < deadline_s:
                 time.sleep(NAME_POLL_S)

@@ -17,6 +17,7 @@ from typing import Any
 
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.mover import uploaded_of
+from elastic.cluster.check import HostCheck
 from elastic.cluster.children import HostError, Mover, Retry, Template, Trainer, is_dead
 from elastic.config import Config
 from elastic.events import Exit, StepRecord, TrainerReport, Uploaded, from_json
@@ -67,11 +68,12 @@ def reserve(*, address: str, log: Path, shard_bytes: int, received_buffers: int)
 class Crew:
     """`trainer` trains, or has died and was not yet told; `told` is how the newest one is reported."""
 
-    def __init__(self, config: Config, resources: Resources, told_to_template: dict[str, Any]) -> None:
+    def __init__(self, config: Config, resources: Resources, told_to_template: dict[str, Any], check: HostCheck):
         """`told_to_template`: config, prepared, log_dir, threads and token as JSON values."""
         self._config = config
         self._resources = resources
         self._told_to_template = told_to_template
+        self.check = check
         self._retries = {what: Retry(what) for what in ("template", "mover", "standby")}
         self.template: Template | None = None
         self.mover: Mover | None = None
@@ -191,7 +193,8 @@ class Crew:
                 "store_fd": resources.store_listener.fileno(),
                 "wake_fd": resources.wake_fd,
             }
-            self.template = Template({**self._told_to_template, **named}, list(named.values()), resources.log_fd)
+            told = {**self._told_to_template, **named, "check": self.check.wants_device}
+            self.template = Template(told, list(named.values()), resources.log_fd)
             self.changed = True
 
     def _hear_template(self, template: Template, message: dict[str, Any], fds: list[int]) -> None:
@@ -203,6 +206,8 @@ class Crew:
             template.forking = False
             self.standby = Trainer(message["forked"], fds[0], socket.socket(fileno=fds[1]))
             self.changed = True
+        elif "checked" in message:
+            self.check.hear_device(message["checked"])
         elif "reaped" in message:
             for trainer in (self.trainer, self.standby):
                 if trainer is not None and trainer.pid == message["reaped"]:
@@ -224,7 +229,11 @@ class Crew:
                 self.changed = True
             return
         template = self.template
-        wanted = self._config.warm_standby and (self.trainer is None or "first_step" in self.trainer.marks)
+        wanted = (
+            self._config.warm_standby
+            and self.check.fits
+            and (self.trainer is None or "first_step" in self.trainer.marks)
+        )
         if (
             wanted
             and template is not None
@@ -283,6 +292,8 @@ class Crew:
         if "ready" in message:
             mover.ready = True
             self._retries["mover"].succeeded()
+        elif "tried" in message:
+            self.check.hear_link(message["tried"])
         elif "uploaded" in message:
             self.uploads.append(uploaded_of(message["uploaded"]))
         elif "sealed" in message and self.trainer is not None and self.trainer.dead_s is not None:

@@ -12,19 +12,20 @@ import select
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.store import open_store
+from elastic.cluster.check import HostCheck
 from elastic.cluster.children import HostError
 from elastic.cluster.crew import Crew, Resources, reserve
 from elastic.cluster.log_tails import LogTails
 from elastic.cluster.stream import Client
 from elastic.config import Config
 from elastic.events import Order, Report, StepRecord
-from elastic.model.shape import parameters
 from elastic.plan import Assignment, Endpoint, SnapshotKey
-from elastic.planner.memory import shard_bytes_max
+from elastic.planner.memory import reserved_bytes, shard_bytes
 from elastic.telemetry.logs import host_log
 
 __all__ = ["HostError", "HostSettings", "run_host"]
@@ -34,8 +35,6 @@ log = logging.getLogger(__name__)
 RECORDS_PER_REPORT = 1_000
 UPLOAD_AGAIN_S = 2.0
 NEWS_WAIT_S = 0.008  # a step's record, seal and partner copy come within a few ms: one report for all of them
-TENSORS_PER_BLOCK = 9
-TENSORS_BESIDE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,31 +80,65 @@ def run_host(settings: HostSettings, *, stopped: Callable[[], bool]) -> str:
 def _run_incarnation(
     settings: HostSettings, name: str, client: Client, tails: LogTails, stopped: Callable[[], bool]
 ) -> str:
-    resources = reserve(
-        address=settings.address,
-        log=settings.log_dir / host_log(settings.node, settings.slot),
-        shard_bytes=shard_bytes(settings.config),
-        received_buffers=received_buffers(settings.config),
-    )
+    config = settings.config
     told_to_template = {
-        "config": settings.config.model_dump(mode="json"),
+        "config": config.model_dump(mode="json"),
         "prepared": str(settings.prepared),
         "log_dir": str(settings.log_dir),
         "threads": settings.threads,
         "token": settings.token,
     }
-    crew = Crew(settings.config, resources, told_to_template)
+    wanted = reserved_bytes(config, shard_bytes=shard_bytes(config), received_buffers=received_buffers(config))
+    check = HostCheck(config, node=settings.node, memory_wanted_bytes=wanted, log_dir=settings.log_dir)
+    reserved, bare, why = _reserve(settings, _bare_report(settings, name), client, check, stopped)
+    if reserved is None:
+        return why
+    crew = Crew(config, reserved, told_to_template, check)
     try:
-        return _Host(settings, name, client, resources, crew, tails).run(stopped)
+        return _Host(settings, bare, client, reserved, crew, tails).run(stopped)
     finally:
         crew.close()
-        resources.close()
+        reserved.close()
 
 
-def shard_bytes(config: Config) -> int:
-    """Room of one arena buffer: the largest shard in the smallest allowed world."""
-    tensors = TENSORS_PER_BLOCK * config.model.layers + TENSORS_BESIDE
-    return shard_bytes_max(config, parameters(config.model), tensors)
+def _reserve(
+    settings: HostSettings, bare: Report, client: Client, check: HostCheck, stopped: Callable[[], bool]
+) -> tuple[Resources | None, Report, str]:
+    """(what the crew needs, the newest report), as soon as there is room; None: why the host is to end instead."""
+    while True:
+        bare, why = check.wait_for_room(client, bare, stopped)
+        if why:
+            return None, bare, why
+        try:
+            reserved = reserve(
+                address=settings.address,
+                log=settings.log_dir / host_log(settings.node, settings.slot),
+                shard_bytes=shard_bytes(settings.config),
+                received_buffers=received_buffers(settings.config),
+            )
+        except CheckpointError as error:
+            if not settings.config.admission.enabled:
+                raise
+            check.no_room(str(error))
+        else:
+            return reserved, bare, ""
+
+
+def _bare_report(settings: HostSettings, name: str) -> Report:
+    """Of a host that has nothing yet."""
+    nowhere = Endpoint(address=settings.address, port=0)
+    return Report(
+        host=name,
+        seq=0,
+        node=settings.node,
+        domain=settings.domain,
+        slot=settings.slot,
+        ready=False,
+        warm=False,
+        mover=nowhere,
+        store=nowhere,
+        pids={"host": os.getpid()},
+    )
 
 
 def received_buffers(config: Config) -> int:
@@ -117,10 +150,11 @@ class _Host:
     """One incarnation: what was ordered, what is the case, what was told."""
 
     def __init__(
-        self, settings: HostSettings, name: str, client: Client, resources: Resources, crew: Crew, tails: LogTails
+        self, settings: HostSettings, bare: Report, client: Client, resources: Resources, crew: Crew, tails: LogTails
     ) -> None:
+        """`bare`: the report before this one had anything to show."""
         self._settings = settings
-        self._name = name
+        self._bare = bare
         self._client = client
         self._resources = resources
         self._crew = crew
@@ -132,7 +166,7 @@ class _Host:
         self._started = 0
         self._upload: tuple[SnapshotKey | None, float] = (None, 0.0)
         self._connected = False
-        self._seq = 0
+        self._seq = bare.seq
         self._reported_s = 0.0
         self._news_s: float | None = None
 
@@ -146,6 +180,7 @@ class _Host:
                 if self._order.finish or self._order.evicted:
                     return "finished" if self._order.finish else "evicted"
                 self._obey(self._order)
+                self._crew.check.try_network(self._crew.mover, self._order.neighbours)
             self._report_if_due()
             self._wait()
         return "stopped"
@@ -155,7 +190,7 @@ class _Host:
     def _take(self, order: Order) -> None:
         """The newest order counts; an assignment in an older one of the same generation is kept."""
         self._heard_s = time.monotonic()
-        if order.host != self._name or (self._order is not None and order.seq <= self._order.seq):
+        if order.host != self._bare.host or (self._order is not None and order.seq <= self._order.seq):
             return
         self._order = order
         if order.assignment is not None and (
@@ -212,24 +247,22 @@ class _Host:
         if self._crew.news and self._news_s is None:
             self._news_s = now_s
         due = self._news_s is not None and now_s - self._news_s >= NEWS_WAIT_S
-        if self._connected and (self._crew.changed or due or late or reconnected):
+        changed = self._crew.changed or self._crew.check.changed
+        if self._connected and (changed or due or late or reconnected):
             if self._crew.changed and self._crew.told.phase == "exited":
                 self._tails.hurry()
-            self._crew.changed = self._crew.news = False
+            self._crew.changed = self._crew.news = self._crew.check.changed = False
             self._news_s = None
             self._reported_s = now_s
             self._client.send(self._report())
 
     def _report(self) -> Report:
-        crew, resources, settings = self._crew, self._resources, self._settings
+        crew, resources = self._crew, self._resources
         self._seq += 1
-        return Report(
-            host=self._name,
+        return replace(
+            self._bare,
             seq=self._seq,
-            node=settings.node,
-            domain=settings.domain,
-            slot=settings.slot,
-            ready=crew.ready,
+            ready=crew.ready and crew.check.done,
             warm=crew.warm,
             mover=resources.endpoint(resources.mover_listener),
             store=resources.endpoint(resources.store_listener),
@@ -240,6 +273,8 @@ class _Host:
             uploads=tuple(crew.uploads),
             skipped=resources.arena.board.skipped,
             pids=crew.pids(),
+            check=crew.check.told,
+            sent_s=time.time(),
         )
 
     def _steps(self) -> tuple[StepRecord, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,41 +18,65 @@ from elastic.cluster.driver_lock import only_driver
 from elastic.cluster.host_slots import HostLimits
 from elastic.cluster.ray_private import in_place_trainer
 from elastic.config import Config, ConfigError
+from elastic.data.prepare import prepare
+from elastic.resume import Resume, choose, settle
+from elastic.worker.task import name_of
+from elastic.worker.task_check import check
 
 GROUP_START_S = 60.0  # Ray Train tries to start a group for this long, then again
 OUTCOME_TIMEOUT_S = 30.0
 
+logger = logging.getLogger(__name__)
+
 
 class ElasticTrainer:
-    """Trains `config` on Ray.
+    """Trains `task` on Ray as `config` says.
 
+    task: a class or a function at the top level of a module or script (docs/own_model.md), or its name; without it,
+    what `config.task` names. It is imported by its name wherever it runs, and tried once here, in another process.
     `scaling_config.num_workers` (int, or (min, max)) and `use_gpu` win over `hosts_min`, `hosts_max` and `use_gpu`
     of `config`; `run_config` over `run`, `storage` and `max_failures`. Without them they are made from `config`.
     `max_failures` counts what ends the worker group (user code that raises, too few hosts for `hosts_wait_s`); a
-    lost trainer, host or node does not. Needs `ray.init`, and to be called on the node that should coordinate.
+    lost trainer, host or node does not. `resume`: from what the run goes on, and which changes of its configuration
+    are allowed. Needs `ray.init`, and to be called on the node that should coordinate.
+
+    ConfigError, TaskError: one sentence on what can't be used, before anything starts.
     """
 
     def __init__(
         self,
-        config: Config,
+        task: str | type | Callable[..., object] | None = None,
+        config: Config | None = None,
         *,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
+        resume: Resume | None = None,
     ) -> None:
+        if isinstance(task, Config):
+            raise ConfigError("ElasticTrainer(task, config): the first argument is the task; give config=...")
+        config = config or Config()
+        if task is not None:
+            config = config.model_copy(update={"task": name_of(task)})
         self.scaling_config = scaling_config or scaling_of(config)
         self.run_config = run_config or run_of(config)
+        self.resume = resume or Resume()
         _check(self.scaling_config)
         self.config = merged(config, self.scaling_config, self.run_config)
+        if config.sizes.shard_bytes is None:  # else it was checked, or is known
+            self.config = check(self.config)
 
     def fit(self) -> Result:
         """Run to the end. Result.metrics: the newest figures (step, loss, held_out, ...); Result.checkpoint: the
         run's directory with the newest durable checkpoint in its log, None where there is none.
 
         Raises `ray.train.TrainingFailedError` as every Ray trainer; its cause says what failed. ElasticError: the run
-        is running already, or Ray Train's controller died.
+        is running already, Ray Train's controller died, or `resume` does not fit what is there.
         """
-        with only_driver(self.config.run_dir()):
-            actor = coordinator.start(self.config)
+        config = self.config
+        prepare(config.data, progress=logger.info)
+        with only_driver(config.run_dir()):
+            resume = settle(config, self.resume, choose(config, self.resume))
+            actor = coordinator.start(config, resume)
             try:
                 return self._fit(actor)
             finally:

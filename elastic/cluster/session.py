@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.train import Result
 
+from elastic.clock import RealClock
 from elastic.cluster import coordinator
 from elastic.cluster.driver_lock import only_driver
 from elastic.cluster.ladder import Ladder
@@ -25,6 +26,7 @@ from elastic.cluster.ray_train import ElasticTrainer
 from elastic.config import Config
 from elastic.controller.state import TERMINAL
 from elastic.data.prepare import prepare
+from elastic.resume import Resume
 from elastic.telemetry.journal import Tail
 
 POLL_S = 0.05
@@ -45,7 +47,14 @@ class Ended:
     interrupted: bool = False
 
 
-def run(config: Config, *, address: str | None, observers: Sequence[Observer], say: Say) -> Ended:
+def run(
+    config: Config,
+    *,
+    address: str | None,
+    observers: Sequence[Observer],
+    say: Say,
+    resume: Resume | None = None,
+) -> Ended:
     """Train `config` on the cluster at `address`, or on local nodes that are started and ended here.
 
     KeyboardInterrupt: a signal ended it at once (see `Ladder`), all that was started here has ended too.
@@ -56,19 +65,20 @@ def run(config: Config, *, address: str | None, observers: Sequence[Observer], s
         try:
             prepare(config.data, progress=say)
             with _cluster(config, address, say) as nodes:
-                return _run(config, nodes, observers, say, ladder)
+                return _run(ElasticTrainer(config=config, resume=resume), nodes, observers, say, ladder)
         except KeyboardInterrupt:
             say("ended at once; the same command goes on from the last durable checkpoint, if there is one")
             raise
 
 
-def _run(config: Config, nodes: LocalNodes | None, observers: Sequence[Observer], say: Say, ladder: Ladder) -> Ended:
-    trainer = ElasticTrainer(config)
+def _run(
+    trainer: ElasticTrainer, nodes: LocalNodes | None, observers: Sequence[Observer], say: Say, ladder: Ladder
+) -> Ended:
+    config = trainer.config
     say(f"training {config.steps} steps on {config.hosts_min} to {config.hosts_max} hosts")
     ended = Ended()
     thread = threading.Thread(target=_fit, args=(trainer, ended), name="fit", daemon=True)
-    tail = Tail(trainer.config.run_dir() / "journal.jsonl")
-    tail.read()  # what earlier attempts did is not news
+    tail = Tail(config.run_dir() / "journal.jsonl", since_s=RealClock().now_s())
     thread.start()
     ladder.gentle = True
     stop: _Stop | None = None
@@ -144,7 +154,7 @@ def ask_to_stop(run: str, why: str) -> None:
     """Let the run end at a step boundary, with a checkpoint. KeyboardInterrupt: it has not begun."""
     try:
         actor = coordinator.find(run)
-        ray.get(actor.stop.remote("the driver", why), timeout=STOP_TIMEOUT_S)
+        ray.get(actor.request.remote("stop", "the driver", why), timeout=STOP_TIMEOUT_S)
     except (coordinator.RunError, ray.exceptions.RayError) as error:
         raise KeyboardInterrupt from error  # nothing to save yet
 

@@ -27,7 +27,7 @@ from elastic.telemetry.lineage import lineage, schedule
 
 TURN_S = 0.05
 SECONDS_PER_STEP_MAX = 60.0
-COMPARED = ("loss", "grad_norm", "tokens", "samples", "digest", "held_out", "lr")
+COMPARED = ("loss", "grad_norm", "tokens", "samples", "digest", "held_out", "lr", "metrics")
 
 
 class TwinError(ElasticError):
@@ -98,6 +98,6 @@ def differences(run: list[dict[str, Any]], twin: list[dict[str, Any]]) -> list[s
         if step not in ours or step not in theirs:
             found.append(f"step {step}: only in the {'twin' if step in theirs else 'run'}")
             continue
-        unequal = [name for name in COMPARED if ours[step][name] != theirs[step][name]]
+        unequal = [name for name in COMPARED if ours[step].get(name) != theirs[step].get(name)]
         found += [f"step {step}: {name} {ours[step][name]!r}, twin {theirs[step][name]!r}" for name in unequal]
     return found

@@ -41,6 +41,38 @@ class EvictHost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseHost:
+    """It takes no part until its check says otherwise."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitHost:
+    """It was refused, and is no longer."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkHost:
+    """It takes part, but somebody should look at it."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestNode:
+    """New hosts of it take no part before `until_s`, unless there are too few without them."""
+
+    node: str
+    losses: int
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeepSnapshot:
     """`key` is safe: buffers with older snapshots may be overwritten."""
 
@@ -73,6 +105,10 @@ Action = (
     | StopGeneration
     | DrainGeneration
     | EvictHost
+    | RefuseHost
+    | AdmitHost
+    | MarkHost
+    | RestNode
     | KeepSnapshot
     | UploadSnapshot
     | CommitCheckpoint

@@ -12,9 +12,9 @@ from typing import Any
 
 from elastic import events
 from elastic.config import Config
-from elastic.controller import generations, recovery
+from elastic.config_live import with_settings
+from elastic.controller import admission, generations, recovery, requests
 from elastic.controller.actions import CommitCheckpoint, EvictHost, KeepSnapshot, UploadSnapshot
-from elastic.controller.membership import node_of
 from elastic.controller.state import ALIVE, TERMINAL, Decision, Phase, RunState, check
 from elastic.health import silence
 from elastic.plan import SnapshotKey
@@ -26,15 +26,22 @@ def decide(state: RunState, event: events.Event, now_s: float, config: Config) -
     """One event, one decision. Terminal states stay as they are."""
     if state.phase in TERMINAL:
         return Decision(state=state)
+    config = effective(state, config)
     taken = _TAKE[type(event)](state, event, now_s, config)
-    advanced = _advance(taken.state, now_s, config)
+    reviewed = admission.review(state, taken.state, now_s, config)
+    advanced = _advance(reviewed.state, now_s, config)
     decision = Decision(
         state=advanced.state,
-        actions=taken.actions + advanced.actions,
-        reason="; ".join(filter(None, (taken.reason, advanced.reason))),
+        actions=taken.actions + reviewed.actions + advanced.actions,
+        reason="; ".join(filter(None, (taken.reason, reviewed.reason, advanced.reason))),
     )
     check(decision.state, config)
     return decision
+
+
+def effective(state: RunState, config: Config) -> Config:
+    """`config` with what was set since the attempt began."""
+    return with_settings(config, tuple(state.settings.items())) if state.settings else config
 
 
 # ---------------------------------------------------------------- what an event tells
@@ -52,8 +59,9 @@ def _run_started(state: RunState, event: events.RunStarted, now_s: float, config
         generation=event.generation,
         since_s=now_s,
     )
-    origin = f"from the checkpoint of step {step}" if event.durable else "from the seed"
-    return Decision(state=began, reason=f"attempt {event.attempt} of {event.run} starts {origin}")
+    origin = event.origin or (f"from the checkpoint of step {step}" if event.durable else "from the seed")
+    changed = f"; changed and allowed: {', '.join(event.changes)}" if event.changes else ""
+    return Decision(state=began, reason=f"attempt {event.attempt} of {event.run} starts {origin}{changed}")
 
 
 def _coordinator_restarted(state: RunState, event: events.CoordinatorRestarted, now_s: float, _: Config) -> Decision:
@@ -67,7 +75,12 @@ def _host_reported(state: RunState, event: events.HostReported, now_s: float, co
         return Decision(state=state, reason=f"{report.host} was evicted, its report counts no more")
     if known is not None and known.seq >= report.seq:
         return Decision(state=state)
-    after = replace(state, hosts={**state.hosts, report.host: report}, silent=state.silent - {report.host})
+    after = replace(
+        state,
+        hosts={**state.hosts, report.host: report},
+        silent=state.silent - {report.host},
+        observed={what: would for what, would in state.observed.items() if what != report.host},
+    )
     reason = f"{report.host} joined" if known is None else ""
     if report.host in state.silent:
         reason = f"{report.host} is heard again"
@@ -97,7 +110,11 @@ def _host_silent(state: RunState, event: events.HostSilent, now_s: float, config
         limit_s=config.control.silence_s,
         takes_part=member or source,
     )
-    return recovery.host_silent(state, event.host, why, now_s, config) if lost else Decision(state=state)
+    if not lost or config.policies.evict == "off":
+        return Decision(state=state)
+    if config.policies.evict == "observe":
+        return generations.observe(state, event.host, f"go on without {event.host} (policies.evict): {why}")
+    return recovery.host_silent(state, event.host, why, now_s, config)
 
 
 def _step_completed(state: RunState, event: events.StepCompleted, now_s: float, _: Config) -> Decision:
@@ -129,10 +146,10 @@ def _step_safe(state: RunState, event: events.StepSafe, now_s: float, config: Co
         # The buffers under upload stay; the newer snapshot is protected by its age anyway.
         return Decision(state=after)
     after = replace(after, keep=key)
-    due = key.step - state.durable_step >= config.checkpoint.interval_steps and key.step < config.steps
-    if not due:
+    due = state.checkpoint_wanted or key.step - state.durable_step >= config.checkpoint.interval_steps
+    if not due or key.step >= config.steps:
         return Decision(state=after, actions=(KeepSnapshot(key=key),))
-    after = replace(after, upload=key, upload_since_s=now_s)
+    after = replace(after, upload=key, upload_since_s=now_s, checkpoint_wanted=False)
     return Decision(
         state=after,
         actions=(KeepSnapshot(key=key), UploadSnapshot(key=key)),
@@ -170,26 +187,6 @@ def _released(state: RunState) -> SnapshotKey | None:
     return newest if newest is not None and newest.generation == state.generation else state.keep
 
 
-def _stop_requested(state: RunState, event: events.StopRequested, _: float, __: Config) -> Decision:
-    if state.stop_why:
-        return Decision(state=state)
-    why = f"{event.who}: {event.why}"
-    return Decision(state=replace(state, stop_why=why), reason=f"stop requested by {why}")
-
-
-def _node_quarantined(state: RunState, event: events.NodeQuarantined, now_s: float, config: Config) -> Decision:
-    after = replace(state, quarantined={**state.quarantined, event.node: event.why})
-    reason = f"node {event.node} is quarantined: {event.why}"
-    if state.phase in ALIVE and any(node_of(state.hosts, host) == event.node for host in state.members):
-        return replace(generations.drain(after, reason, now_s), reason=reason)
-    return Decision(state=after, reason=reason)
-
-
-def _node_released(state: RunState, event: events.NodeReleased, _: float, __: Config) -> Decision:
-    left = {node: why for node, why in state.quarantined.items() if node != event.node}
-    return Decision(state=replace(state, quarantined=left), reason=f"node {event.node} is released: {event.why}")
-
-
 def _tick(state: RunState, _: events.Tick, __: float, ___: Config) -> Decision:
     return Decision(state=state)
 
@@ -205,9 +202,7 @@ _TAKE: dict[type[Any], Callable[[RunState, Any, float, Config], Decision]] = {
     events.UploadCompleted: _upload_completed,
     events.CheckpointCommitted: _checkpoint_committed,
     events.CommitFailed: _commit_failed,
-    events.StopRequested: _stop_requested,
-    events.NodeQuarantined: _node_quarantined,
-    events.NodeReleased: _node_released,
+    **dict.fromkeys(requests.KINDS, requests.take),
     events.Tick: _tick,
 }
 
@@ -264,8 +259,8 @@ def _drain_if_due(state: RunState, now_s: float, config: Config) -> Decision:
             detail = f"not at a step boundary within {config.control.drain_timeout_s:.0f} s: {', '.join(late)}"
             return recovery.fail_generation(state, "drain timeout", late, None, detail, now_s, config)
         return Decision(state=state if state.drain_since_s else replace(state, drain_since_s=now_s))
-    if state.stop_why:
-        return generations.drain(state, f"stop ({state.stop_why})", now_s)
+    if why := generations.unwanted(state, config):
+        return generations.drain(state, why, now_s)
     if state.phase is Phase.RUNNING:
         return generations.grow(state, now_s, config)
     return Decision(state=state)

@@ -7,15 +7,15 @@ exist. Everything it concludes from that enters `decide` as a fact.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import IO, Any, Protocol
 
 from elastic import events
 from elastic.clock import Clock
 from elastic.config import Config
 from elastic.controller.actions import CommitCheckpoint, EvictHost
-from elastic.controller.decide import decide
-from elastic.controller.membership import hosts_wanted
+from elastic.controller.decide import decide, effective
+from elastic.controller.membership import hosts_wanted, needed_nodes
 from elastic.controller.orders import order_for
 from elastic.controller.safety import SafetyFold, UploadFold
 from elastic.controller.state import ALIVE, TERMINAL, Phase, RunState
@@ -50,7 +50,8 @@ class Commits(Protocol):
 
 @dataclass(slots=True)
 class _Heard:
-    """What the driver knows of one open stream. `progress`: the newest (generation, step) its trainer showed."""
+    """What the driver knows of one open stream. `progress`: the newest (generation, step) its trainer showed.
+    `clock_ahead_s`: of the host's clock to ours; the way of a report makes it look smaller, so the largest counts."""
 
     report: Report
     at_s: float
@@ -59,6 +60,7 @@ class _Heard:
     sent: Order | None = None
     sent_s: float = 0.0
     silence_told_s: float = 0.0
+    clock_ahead_s: float = float("-inf")
 
 
 class Driver:
@@ -108,13 +110,13 @@ class Driver:
         self._send_orders()
         return self.state.phase in TERMINAL
 
-    def take(self, event: events.Event) -> None:
-        """Decide on one fact, journal it if it changed something, act."""
+    def take(self, event: events.Event) -> str:
+        """Decide on one fact, journal it if it changed something, act. Returns the reason, "" where nothing changed."""
         now_s = round(self._clock.now_s(), 6)  # as the journal keeps it, so that a replay decides alike
         before = self.state
         decision = decide(before, event, now_s, self._config)
         if decision.state == before and not decision.actions and not isinstance(event, events.CoordinatorRestarted):
-            return
+            return ""
         self.state = decision.state
         self._log.write(
             journal.encode(_entry(now_s, event, decision.state, decision.actions, decision.reason, self._config))
@@ -128,6 +130,7 @@ class Driver:
                 self._evict(action.host)
             elif isinstance(action, CommitCheckpoint):
                 self._commit(action.key)
+        return decision.reason
 
     # ------------------------------------------------------------ reports
 
@@ -140,6 +143,7 @@ class Driver:
         if heard.report.seq > report.seq:
             return
         heard.report, heard.at_s = report, now_s
+        heard.clock_ahead_s = max(heard.clock_ahead_s, report.sent_s - now_s)
         progress = (report.trainer.generation, report.step)
         if progress > heard.progress:
             heard.progress = progress
@@ -154,11 +158,11 @@ class Driver:
         told = _told(report)
         if heard.told != told or report.host in self.state.silent:
             heard.told = told
-            self.take(events.HostReported(report=significant(report)))
+            self.take(events.HostReported(report=significant(_with_clock(report, heard.clock_ahead_s))))
 
     def _silences(self) -> Iterable[events.HostSilent]:
         now_s = self._clock.now_s()
-        limit_s = self._config.control.silence_s
+        limit_s = effective(self.state, self._config).control.silence_s
         for host, heard in list(self._heard.items()):
             silent_s = now_s - heard.at_s
             if silent_s > limit_s and now_s - heard.silence_told_s > self._config.control.heartbeat_s:
@@ -237,6 +241,19 @@ class Driver:
             "detail": state.detail,
             "members": list(state.members),
             "quarantined": dict(state.quarantined),
+            "paused_by": state.paused_by,
+            "nodes_wanted": state.nodes_wanted,
+            "hosts_wanted": state.hosts_wanted,
+            "settings": dict(state.settings),
+            "would": dict(state.observed),
+            "needed_nodes": sorted(needed_nodes(state)),
+            "refused": dict(state.refused),
+            "marked": dict(state.marked),
+            "resting_s": {
+                node: round(max(0.0, lost.until_s - self._clock.now_s()), 1)
+                for node, lost in state.losses.items()
+                if lost.until_s
+            },
             "hosts": {
                 host: {
                     "node": heard.report.node,
@@ -248,6 +265,7 @@ class Driver:
                     "step": heard.report.step,
                     "skipped": heard.report.skipped,
                     "pids": dict(heard.report.pids),
+                    "check": asdict(told.check) if (told := state.hosts.get(host)) and told.check else None,
                 }
                 for host, heard in self._heard.items()
             },
@@ -260,19 +278,29 @@ def _told(report: Report) -> tuple[Any, ...]:
     busy = trainer.phase in ("starting", "running")
     marks = len(trainer.marks) if trainer.phase != "starting" else 0
     told = (trainer.phase, trainer.generation, trainer.pid, trainer.exit, marks)
-    return (report.ready, report.warm, report.mover, report.store, report.pids, told, None if busy else report.holdings)
+    held = None if busy else report.holdings
+    return (report.ready, report.warm, report.check, report.mover, report.store, report.pids, told, held)
 
 
 def significant(report: Report) -> Report:
     """The report without what `decide` does not use; while a trainer runs, its holdings change at every step."""
     busy = report.trainer.phase in ("starting", "running")
-    return replace(report, steps=(), step=0, uploads=(), skipped=0, holdings=() if busy else report.holdings)
+    holdings = () if busy else report.holdings
+    return replace(report, steps=(), step=0, uploads=(), skipped=0, sent_s=0.0, holdings=holdings)
+
+
+def _with_clock(report: Report, ahead_s: float) -> Report:
+    """A check is journaled with the offset of its host's clock."""
+    if report.check is None or not report.sent_s:
+        return report
+    return replace(report, check=replace(report.check, clock_ahead_s=round(ahead_s, 3)))
 
 
 def _entry(
     now_s: float, event: events.Event, state: RunState, actions: tuple[Any, ...], reason: str, config: Config
 ) -> dict[str, Any]:
-    short = state.phase is Phase.WAITING and len(state.hosts) < hosts_wanted(config, state.step)[0]
+    hosts = sum(host not in state.refused for host in state.hosts)
+    short = state.phase is Phase.WAITING and hosts < hosts_wanted(state, config)[0]
     return {
         "schema": journal.SCHEMA,
         "t": now_s,
@@ -284,6 +312,7 @@ def _entry(
         "step": state.step,
         "incident": _incident(state),
         "short": short,
+        "paused": bool(state.paused_by),
         "fresh": state.highest_step == state.durable_step and state.incidents == 0,
     }
 

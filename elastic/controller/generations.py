@@ -14,8 +14,16 @@ from elastic.controller.actions import (
     StopGeneration,
     UploadSnapshot,
 )
-from elastic.controller.membership import available, form, hosts_wanted, partners, pause_step
-from elastic.controller.state import Decision, Phase, RunState
+from elastic.controller.membership import (
+    available,
+    form,
+    hosts_wanted,
+    node_of,
+    nodes_wanted,
+    partners,
+    pause_step,
+)
+from elastic.controller.state import Decision, Phase, RunState, headline
 from elastic.events import Report
 from elastic.plan import Assignment, Member, RestorePlan, SnapshotKey
 from elastic.planner import search
@@ -28,14 +36,17 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
     """WAITING: form a membership, choose the newest state it can have, give each member its assignment."""
     if state.step == state.durable_step and (state.step >= config.steps or state.stop_why):
         return _end(state, now_s, config)
+    if state.paused_by and not state.stop_why:
+        return _hold(state, f"paused by {state.paused_by}", now_s, config)
     members, reason = form(state, config, now_s)
-    enough = len(available(state)) >= hosts_wanted(config, state.step)[0]
     if members is None:
+        fewest = hosts_wanted(state, config)[0]
+        enough = len(available(state, fewest)) >= fewest
         since_s = (state.enough_since_s or now_s) if enough else None
-        waiting = replace(state, enough_since_s=since_s, waiting_for=reason)
         if not enough and now_s - state.since_s > config.control.hosts_wait_s:
+            waiting = replace(state, waiting_for=reason)
             return fail(waiting, "not enough hosts", f"{reason} for {config.control.hosts_wait_s:.0f} s", now_s)
-        return Decision(state=waiting, reason=reason if reason != state.waiting_for else "")
+        return _hold(replace(state, enough_since_s=since_s), reason, now_s, config)
     restore, tier = sources.choose(state.present, members, state.durable)
     step = restore.key.step if restore else 0
     until_step = step if state.stop_why else pause_step(config, step)
@@ -57,6 +68,7 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
         enough_since_s=None,
         candidate_since_s=None,
         waiting_for="",
+        observed={},
     )
     action = StartGeneration(
         generation=generation,
@@ -70,6 +82,33 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
         state=started,
         actions=(action,),
         reason=f"generation {generation}: {reason}, from step {step} ({tier})",
+    )
+
+
+def _hold(state: RunState, reason: str, now_s: float, config: Config) -> Decision:
+    """Wait, and meanwhile make the state durable: the hosts that have it in memory may leave."""
+    told = reason if reason != state.waiting_for else ""
+    state = replace(state, waiting_for=reason)
+    if state.upload is not None:
+        late = now_s - state.upload_since_s > config.control.upload_timeout_s
+        failures = state.commit_failures + late
+        return Decision(state=replace(state, upload=None, commit_failures=failures) if late else state, reason=told)
+    again_s = min(2.0**state.commit_failures, COMMIT_WAIT_S_MAX) if state.commit_failures else 0.0
+    if state.step <= state.durable_step or not _all_hold(state) or now_s - state.upload_since_s < again_s:
+        return Decision(state=state, reason=told)
+    key = SnapshotKey(generation=state.generation, step=state.step)
+    saving = replace(state, upload=key, keep=key, upload_since_s=now_s)
+    return Decision(state=saving, actions=(UploadSnapshot(key=key),), reason=told)
+
+
+def _all_hold(state: RunState) -> bool:
+    """Whether each member of the last generation is here with its sealed shard of the newest step."""
+    key = SnapshotKey(generation=state.generation, step=state.step)
+    present = {report.host: report for report in state.present}
+    return bool(state.members) and all(
+        host in present
+        and any(held.key == key and held.tier == "own" and held.sealed for held in present[host].holdings)
+        for host in state.members
     )
 
 
@@ -109,12 +148,38 @@ def drain(state: RunState, why: str, now_s: float) -> Decision:
     )
 
 
+def unwanted(state: RunState, config: Config) -> str:
+    """Why the present generation should pause at the next step boundary; "" where it may go on."""
+    if state.stop_why:
+        return f"stop ({state.stop_why})"
+    if state.paused_by:
+        return f"pause ({state.paused_by})"
+    nodes = {node_of(state.hosts, host) for host in state.members}
+    if out := sorted(nodes & state.quarantined.keys()):
+        return f"node {out[0]} is out: {state.quarantined[out[0]]}"
+    if state.nodes_wanted is not None and len(nodes) > state.nodes_wanted:
+        return f"resize to {state.nodes_wanted} nodes"
+    if state.hosts_wanted is not None and not config.schedule and len(state.members) > state.hosts_wanted:
+        return f"resize to {state.hosts_wanted} hosts"
+    return ""
+
+
+def observe(state: RunState, what: str, would: str) -> Decision:
+    """A policy in observe mode: say once what would be done."""
+    if what in state.observed:
+        return Decision(state=state)
+    return Decision(state=replace(state, observed={**state.observed, what: would}), reason=f"would {would}")
+
+
 def grow(state: RunState, now_s: float, config: Config) -> Decision:
     """RUNNING: take in hosts that are ready, several at once, at a step boundary."""
-    most = config.hosts_max if not config.schedule else len(state.members)
-    if len(state.members) >= most:
+    most = hosts_wanted(state, config)[1] if not config.schedule else len(state.members)
+    is_ordered = state.nodes_wanted is not None or state.hosts_wanted is not None
+    if len(state.members) >= most or (config.policies.resize == "off" and not is_ordered):
         return Decision(state=state)
-    free = [r for r in state.present if r.host not in state.members and r.node not in state.quarantined]
+    nodes = nodes_wanted(state)
+    out = {*state.members, *state.refused, *state.held}
+    free = [r for r in state.present if r.host not in out and r.node in nodes]
     able = [r for r in available(state) if r.host not in state.members]
     candidates = [r for r in able if r.warm or not config.warm_standby]
     if not candidates:
@@ -124,6 +189,8 @@ def grow(state: RunState, now_s: float, config: Config) -> Decision:
     if others_coming and now_s - since_s < config.control.grow_wait_s:
         return Decision(state=replace(state, candidate_since_s=since_s))
     names = ", ".join(sorted(report.host for report in candidates))
+    if config.policies.resize == "observe" and not is_ordered:
+        return observe(state, "resize", f"take in {names} (policies.resize)")
     return drain(state, f"{names} can join", now_s)
 
 
@@ -206,5 +273,5 @@ def fail(state: RunState, failure: str, detail: str, now_s: float) -> Decision:
     return Decision(
         state=failed,
         actions=(StopGeneration(generation=state.generation), FailRun(failure=failure, detail=detail)),
-        reason=f"the run failed, {failure}: {detail.splitlines()[0]}",
+        reason=f"the run failed, {failure}: {headline(detail)}",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic.controller.admission import neighbours
 from elastic.controller.state import ALIVE, TERMINAL, RunState
 from elastic.events import Order
 
@@ -24,4 +25,5 @@ def order_for(state: RunState, host: str) -> Order:
         keep=state.keep,
         upload=state.upload if rank is not None else None,
         finish=state.phase in TERMINAL,
+        neighbours=neighbours(state, host),
     )

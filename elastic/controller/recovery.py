@@ -8,7 +8,7 @@ from elastic.config import Config
 from elastic.controller import generations
 from elastic.controller.actions import EvictHost, StopGeneration
 from elastic.controller.membership import node_of
-from elastic.controller.state import ALIVE, Decision, Incident, Phase, RunState
+from elastic.controller.state import ALIVE, Decision, Incident, Phase, RunState, headline
 from elastic.events import Exit, Report
 
 # The more telling failure replaces a symptom seen earlier in the same generation.
@@ -101,7 +101,7 @@ def fail_generation(
     if state.phase is Phase.STOPPING and state.incident is not None:
         return Decision(
             state=replace(state, incident=_refined(state.incident, failure, hosts, rank, detail)),
-            reason=detail.splitlines()[0],
+            reason=headline(detail),
         )
     incident = Incident(
         number=state.incidents + 1,
@@ -130,7 +130,7 @@ def fail_generation(
     return Decision(
         state=stopping,
         actions=(StopGeneration(generation=state.generation),),
-        reason=f"incident {incident.number}, {failure}: {detail.splitlines()[0]}",
+        reason=f"incident {incident.number}, {failure}: {headline(detail)}",
     )
 
 

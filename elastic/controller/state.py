@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from elastic.config import Config
 from elastic.controller.actions import Action
@@ -51,14 +52,28 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLosses:
+    """How often a node was lost while it took part, at most once a generation. `generation`: of the last time.
+    `until_s`: until when it rests, 0.0 if it does not. `joined_s`: since when it takes part again."""
+
+    count: int
+    generation: int
+    until_s: float
+    joined_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """`step`: completed steps of the lineage. `highest_step`: ever completed, maybe undone since. `steps_told`: by
     generation, the last step whose record is in the journal; a host that was silent may still tell older ones.
 
     `hosts`: newest report of each live host. `silent`: those of them that nothing is heard of; they take no part
     until they report again, and then find that their generation is over. `gone`: ids that may never take part
-    again. `keep`: what hosts may not overwrite. `waiting_for`: why no membership forms. `enough_since_s`: since when
-    WAITING has had hosts_min ready hosts, None while it has not.
+    again. `refused`, `held`, `marked`: hosts that may not take part, may only where there are too few others, may and
+    were found odd; each with why. `losses`: by node. `paused_by`, `nodes_wanted`, `hosts_wanted`, `checkpoint_wanted`,
+    `settings`: what people ordered. `observed`: what policies in observe mode would do, by what it concerns. `keep`:
+    what hosts may not overwrite. `waiting_for`: why no membership forms. `enough_since_s`: since when WAITING has had
+    hosts_min ready hosts, None while it has not.
     """
 
     run: str = ""
@@ -70,6 +85,16 @@ class RunState:
     silent: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
     quarantined: Mapping[str, str] = field(default_factory=dict)
+    paused_by: str = ""
+    nodes_wanted: int | None = None
+    hosts_wanted: int | None = None
+    checkpoint_wanted: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    observed: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    held: Mapping[str, str] = field(default_factory=dict)
+    marked: Mapping[str, str] = field(default_factory=dict)
+    losses: Mapping[str, NodeLosses] = field(default_factory=dict)
     assignments: tuple[Assignment, ...] = ()
     step: int = 0
     highest_step: int = 0
@@ -115,6 +140,11 @@ class Decision:
     state: RunState
     actions: tuple[Action, ...] = ()
     reason: str = ""
+
+
+def headline(detail: str) -> str:
+    """The first line of a detail that may hold a traceback, or nothing."""
+    return detail.partition("\n")[0]
 
 
 def check(state: RunState, config: Config) -> None:

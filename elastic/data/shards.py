@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.config import ElasticError
+from elastic.schema import refusal
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -71,8 +72,8 @@ def read_manifest(prepared: Path) -> Manifest:
     try:
         raw = json.loads(path.read_bytes())
         schema, fingerprint = raw.pop("schema"), raw.pop("fingerprint")
-        if schema != SCHEMA:
-            raise DataError(f"{path} has schema {schema}, wanted {SCHEMA}; {_AGAIN} {prepared}")
+        if why := refusal(str(path), schema, SCHEMA):
+            raise DataError(f"{why}, or {_AGAIN} {prepared}")
         splits = {name: tuple(Shard(**shard) for shard in split) for name, split in raw.pop("splits").items()}
         manifest = Manifest(splits=splits, **raw)
     except FileNotFoundError:

@@ -10,6 +10,8 @@ from elastic.config import Model
 # A target at which nothing is predicted.
 NO_TARGET = -100
 
+TENSORS_PER_BLOCK = 9  # four of attention, three of the feed-forward, two norms
+
 
 def head_dim(model: Model) -> int:
     """Size of one attention head."""
@@ -29,6 +31,28 @@ def parameters(model: Model) -> int:
     """Parameters of the whole model; tied embeddings count once."""
     tables = 1 if model.tie_embeddings else 2
     return tables * model.vocab_size * model.dim + model.layers * block_parameters(model) + model.dim
+
+
+def tensors(model: Model) -> int:
+    """How many parameters, as tensors, the whole model has."""
+    return TENSORS_PER_BLOCK * model.layers + (2 if model.tie_embeddings else 3)
+
+
+def row_values(model: Model) -> int:
+    """Values of the longest row (a slice along the first dimension) of any parameter."""
+    return max(model.dim, model.ffn_dim)
+
+
+def tensor_sizes(model: Model) -> dict[str, int]:
+    """The numbers that fix every tensor's shape, by name: a checkpoint fits a model that has the same ones."""
+    return {
+        "vocab_size": model.vocab_size,
+        "dim": model.dim,
+        "layers": model.layers,
+        "kv_heads * head size": model.kv_heads * head_dim(model),
+        "ffn_dim": model.ffn_dim,
+        "tie_embeddings": int(model.tie_embeddings),
+    }
 
 
 def flops_per_token(model: Model) -> int:

@@ -15,10 +15,10 @@ from elastic.plan import Plan
 def parallelize(
     model: nn.Module, *, plan: Plan, mesh: DeviceMesh, units: Iterable[nn.Module], precision: Precision
 ) -> nn.Module:
-    """Turn `model`, built on the meta device, in place into the sharded model of `plan`, still empty.
+    """Turn `model` in place into the sharded model of `plan`; each rank keeps its part of the values.
 
     `units`: the modules that are gathered as one, in the order of their use (for a transformer its blocks).
-    Afterwards: `model.to_empty(device=...)`, then fill it (`initialise`, or restore).
+    Built on the meta device it is still empty: `model.to_empty(device=...)`, then fill it.
     """
     assert mesh.size() == plan.world, (mesh, plan)
     # 1. The precision in which parameters and optimizer state are kept.

@@ -6,6 +6,7 @@ Parameters are gathered once a step and gradients reduced once a step, however m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -31,6 +32,18 @@ def shard_parameters(model: nn.Module, units: Iterable[nn.Module], mesh: DeviceM
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     model.register_forward_hook(_reshard_after_evaluation)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The children of the ModuleList that holds most parameters, as sharding units of a model that names none.
+
+    Empty where there is no such list, or where a block shares a parameter with another module.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    largest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=None)
+    blocks = [block for block in largest if any(True for _ in block.parameters())] if largest is not None else []
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return blocks if all(uses[p] == 1 for block in blocks for p in block.parameters()) else []
 
 
 def accumulate(model: nn.Module, is_last: bool) -> None:

@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from elastic.config import ElasticError
+from elastic.schema import refusal
+
 SCHEMA = 1
 
 
-class JournalError(Exception):
-    """The journal is damaged before its end; the message names file and line."""
+class JournalError(ElasticError):
+    """The journal is damaged before its end, or of a newer elastic; the message names file and line."""
 
 
 def encode(entry: dict[str, Any]) -> bytes:
@@ -44,6 +47,8 @@ def read(data: bytes, name: str = "journal") -> Iterator[dict[str, Any]]:
             if any(decode(later) is not None for later in lines[index + 1 :]):
                 raise JournalError(f"{name}: line {index + 1} is damaged and good lines follow; restore the file")
             return
+        if why := refusal(f"{name}: line {index + 1}", entry.get("schema", SCHEMA), SCHEMA):
+            raise JournalError(why)
         yield entry
 
 
@@ -62,10 +67,13 @@ def open_for_append(path: Path) -> IO[bytes]:
 
 
 class Tail:
-    """Follows a journal that another process writes; `read` gives the entries that are new and whole."""
+    """Follows a journal that another process writes; `read` gives the entries that are new and whole.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    since_s: what happened before is not news, also where the file is written anew with what storage remembers.
+    """
+
+    def __init__(self, path: Path, *, since_s: float = 0.0) -> None:
+        self._path, self._since_s = path, since_s
         self._at = 0
 
     def read(self) -> list[dict[str, Any]]:
@@ -76,4 +84,4 @@ class Tail:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._at += len(whole)
-        return list(read(whole, str(self._path)))
+        return [entry for entry in read(whole, str(self._path)) if entry["t"] >= self._since_s]

@@ -18,6 +18,7 @@ CATEGORIES = (
     "rework",  # a step completed before and undone by a failure
     "rescale",  # a planned change of membership
     "recovery",  # from a failure to the next generation's first step
+    "paused",  # by a person
     "checkpoint",  # committing the last snapshot at the end
     "unknown",  # no coordinator was there to see
     "other",
@@ -70,6 +71,8 @@ def _doing(entry: dict[str, Any]) -> str:
         return {"stopping": "recovery", "saving": "checkpoint"}[phase]
     if phase not in ("waiting", "starting"):
         return "other"
+    if phase == "waiting" and entry.get("paused"):
+        return "paused"
     if entry["short"]:
         return "waiting"
     if entry["incident"]:

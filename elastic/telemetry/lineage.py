@@ -13,6 +13,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class _Generation:
+    attempt: int
     world: int
     start_step: int
     base: int | None  # generation of the snapshot it started from; None: the seed
@@ -20,18 +21,22 @@ class _Generation:
 
 
 def lineage(entries: Iterable[dict[str, Any]], generation: int | None = None) -> list[dict[str, Any]]:
-    """StepRecords (as JSON, each with "world" added) that `generation` (default: the newest) descends from, in order.
+    """StepRecords (as JSON, each with "world" and "attempt" added) that `generation` descends from, in order.
 
-    Where a record is missing the list has a gap; `gaps` names it.
+    generation: the newest by default. Where a record is missing the list has a gap.
     """
     generations: dict[int, _Generation] = {}
+    attempt = 0
     for entry in entries:
+        event = entry["event"]
+        if event["kind"] == "RunStarted":
+            attempt = event["attempt"]
         for action in entry["actions"]:
             if action["kind"] == "StartGeneration":
                 restore = action["restore"]
                 base = restore["generation"] if restore else None
-                generations[action["generation"]] = _Generation(len(action["hosts"]), action["step"], base)
-        event = entry["event"]
+                world, step = len(action["hosts"]), action["step"]
+                generations[action["generation"]] = _Generation(attempt, world, step, base)
         if event["kind"] == "StepCompleted" and event["record"]["generation"] in generations:
             record = event["record"]
             generations[record["generation"]].records[record["step"]] = record
@@ -41,7 +46,7 @@ def lineage(entries: Iterable[dict[str, Any]], generation: int | None = None) ->
     while at is not None and at in generations:
         here = generations[at]
         steps = sorted(step for step in here.records if step <= until)
-        found[:0] = [{**here.records[step], "world": here.world} for step in steps]
+        found[:0] = [{**here.records[step], "world": here.world, "attempt": here.attempt} for step in steps]
         until, at = min(until, here.start_step), here.base
     return found
 

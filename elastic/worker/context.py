@@ -1,7 +1,7 @@
-"""What a task sees of elastic training: `parallelize` once, then one turn of `steps` for each optimizer step.
+"""What a loop sees of elastic training: `parallelize` once, then one turn of `steps` for each optimizer step.
 
 The generator owns all that must be alike on every rank: state, schedule, gradient scaling, snapshots, evaluation,
-pauses. The task owns the model, its loss and the loop body, and knows neither the world size nor the step count.
+pauses. The loop owns the model, its loss and the body, and knows neither the world size nor the step count.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from elastic.checkpoint.board import Progress
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.restore import restore
 from elastic.checkpoint.store import Store
-from elastic.config import Config, ElasticError
+from elastic.config import Config, ElasticError, TaskError
 from elastic.data.loader import MicroBatch
 from elastic.events import Exit, StepRecord
 from elastic.model.shape import NO_TARGET
 from elastic.parallel.apply import parallelize
-from elastic.parallel.fsdp import accumulate
+from elastic.parallel.fsdp import accumulate, repeated_blocks
 from elastic.parallel.mesh import build_mesh
 from elastic.plan import Assignment, RestorePlan, SnapshotKey
+from elastic.worker.pace import Pace
 from elastic.worker.probes import Probes
-from elastic.worker.shards import allocate, local_gradients, local_part, sharded_entries
-from elastic.worker.step import Step, Word, learning_rate, scale, sum_over_ranks, to_device
+from elastic.worker.shards import allocate, check_buffers, is_empty, local_gradients, local_part, sharded_entries
+from elastic.worker.state import State, check_alike
+from elastic.worker.step import Step, Word, scale, sum_over_ranks, to_device, warmup_cosine
 
 _BUFFER_POLL_S = 0.002
 
@@ -50,12 +52,6 @@ class Phase(IntEnum):
     SNAPSHOT = 6
 
 
-class Task(Protocol):
-    """What a run trains. `config.task` names a class "module:Name" that is called with the Config."""
-
-    def train(self, ctx: Context) -> None: ...
-
-
 class Samples(Protocol):
     """Where micro-batches come from: the corpus, or the throw-away ones of a rehearsal."""
 
@@ -70,6 +66,7 @@ class SnapshotBlocked(ElasticError):
 
 Loss = Callable[[nn.Module, MicroBatch], Tensor]
 Initialise = Callable[[nn.Module, int], None]
+Schedule = Callable[[int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,33 +82,62 @@ class Seat:
 
 @dataclass(kw_only=True)
 class Context:
-    """One rank of one generation. `seat` is its place in a real run; None in a rehearsal, which runs one step."""
+    """One rank of one generation. `seat` is its place in a real run; None in a rehearsal, which runs one step.
+
+    step: optimizer steps completed. model: what `parallelize` returned. state: what a failure must not cost besides
+    the model and the optimizer.
+    """
 
     config: Config
     assignment: Assignment
     device: torch.device
     samples: Samples
     seat: Seat | None
+    model: nn.Module | None = None
+    state: State = field(default_factory=State)
+    entries: Sequence[save.Entry] = ()
     ended: Exit | None = None
     step: int = 0
     _first: int = 0
+    _step_s: float = 0.0
+    _upkeep_s: float = 0.0
+    _snapshot_s: float = 0.0
+    _mover_cpu_ns: int = 0
+    _empty: bool = False
+    _hooks: list[Callable[[], object]] = field(default_factory=list)
+    _current: Step | None = None
+    _metrics: dict[str, float] = field(default_factory=dict)
     _snapshotter: save.Snapshotter | None = None
+    _pace: Pace = field(default_factory=lambda: Pace(first=0, fixed=None, cost_max=1.0))
     _shards: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
-    def parallelize(self, model: nn.Module, *, units: Iterable[nn.Module]) -> nn.Module:
-        """`model`, built on the meta device, as this rank's shards on its device, not yet filled.
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether this is a throw-away step ahead of time, on made-up samples: nothing should be written or sent."""
+        return self.seat is None
 
-        units: the modules that are gathered as one, in the order of their use.
+    def parallelize(self, model: nn.Module, *, units: Iterable[nn.Module] | None = None) -> nn.Module:
+        """`model` as this rank's shards on its device.
+
+        Built as usual it keeps its values: each rank has made the same ones, since torch's generator is seeded
+        before the task's code runs. Built on the meta device it is not yet filled; `steps` wants `initialise` then.
+        units: the modules that are gathered as one, in the order of their use; else the repeated blocks that are
+        found. TaskError: a model that can't be trained so.
         """
+        self._empty = is_empty(model)
+        check_buffers(model)
         plan = self.assignment.plan
         mesh = build_mesh(plan, self.device.type)
+        units = repeated_blocks(model) if units is None else units
         parallelize(model, plan=plan, mesh=mesh, units=units, precision=self.config.precision)
-        allocate(model, self.device)
+        if self._empty:
+            allocate(model, self.device)
+        self.model = model
         self._mark("build")
         return model
 
     def shards(self, model: nn.Module) -> list[nn.Parameter]:
-        """This rank's part of each parameter of `model`, as a plain tensor that shares its memory.
+        """This rank's part of each parameter of `model`, in their order, as a plain tensor that shares its memory.
 
         For optimizers that treat each element by itself, as AdamW and SGD do. One over `model.parameters()` works
         too, and must be taken where whole tensors matter; it pays for DTensor's dispatch, 0.15 s at each start.
@@ -119,47 +145,107 @@ class Context:
         self._shards = {p: nn.Parameter(local_part(p), requires_grad=p.requires_grad) for p in model.parameters()}
         return list(self._shards.values())
 
+    def on_start(self, hook: Callable[[], object]) -> None:
+        """Call `hook` once in this generation, after the state is restored or new, before the first step."""
+        self._hooks.append(hook)
+
+    def report(self, **values: float | Tensor) -> None:
+        """Numbers for the step's record, each a mean over the targets of the micro-batch at hand (outside of the
+        micro-batches: over those of this rank). The record has the means over the step's targets of all ranks.
+
+        Every rank reports the same names in a step, at most eight. In an evaluation nothing is recorded.
+        """
+        if self._current is not None:
+            self._current.report(values)
+
     def steps(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, initialise: Initialise, loss: Loss
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss: Loss | None = None,
+        initialise: Initialise | None = None,
+        schedule: Schedule | None = None,
     ) -> Iterator[Step]:
         """One turn for each optimizer step until the generation pauses or the run is done.
 
-        initialise(model, seed) fills the parameters of a new run, alike on every layout; loss(model, batch) is
-        the sum over the batch's targets, used here for the held-out samples.
+        loss(model, batch): the sum over the batch's targets, here for the held-out samples; without it there is no
+        evaluation. initialise(model, seed) fills the parameters of a new run, alike on every layout.
+        schedule(step) multiplies each group's learning rate in the step after `step` completed ones; else
+        warm-up and cosine of `config.optimizer` do, unless an lr_scheduler is registered in `state`.
         """
         self._begin(model, optimizer, initialise)
+        rates = self._rates(optimizer, schedule)
         final = self.step >= self.assignment.until_step
         if final:
             self._write_snapshot(wait=True)
+        began_s = time.perf_counter()
         while not final:
-            began_s = time.perf_counter()
-            step = self._next_step(model)
+            for group, group_rate in zip(optimizer.param_groups, rates(self.step)):
+                group["lr"] = group_rate
+            rate = float(optimizer.param_groups[0]["lr"])
+            step = self._current = self._next_step(model, optimizer)
             yield step
-            word, norm = self._update(step, model, optimizer)
+            step.update()
+            self._current = None
+            assert step.ended is not None
+            word, _ = step.ended
             self.step += 1
+            if self.step == self._first + 1:
+                self.state.pack()
+                check_alike(self.entries, self.device)
             final = self.step >= self.assignment.until_step or word.stop > 0
-            held_out = self._evaluate(model, loss) if self._evaluates() else None
-            self._record(step, word, norm, held_out, time.perf_counter() - began_s)
+            held_out = self._evaluate(model, loss) if loss is not None and self._evaluates() else None
+            self._record(step, held_out, rate=rate, seconds=time.perf_counter() - began_s)
+            began_s = time.perf_counter()
             if final or word.snapshot == self.assignment.world:
                 self._write_snapshot(wait=final)
-            elif self._snapshot_due(self.step) and self.seat is not None:
+            elif self._pace.is_due(self.step) and self.seat is not None:
                 self.seat.arena.board.count_skipped()
+            self._upkeep_s += time.perf_counter() - began_s
         self.ended = Exit(kind="done" if self.step >= self.config.steps else "paused", step=self.step)
 
-    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, initialise: Initialise) -> None:
-        """State of the generation's first step: from the assignment's snapshot, or from the seed."""
-        entries = sharded_entries(model, optimizer, self._shards)
+    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, initialise: Initialise | None) -> None:
+        """State of the generation's first step: from the assignment's snapshot, or new."""
+        if model is not self.model:
+            raise TaskError(
+                f"ctx.steps() got a {type(model).__name__} that ctx.parallelize() did not return; train what it "
+                "returns, and compile it in place with model.compile()"
+            )
+        self.entries = [*sharded_entries(model, optimizer, self._shards), *self.state.entries()]
         plan, rank = self.assignment.restore, self.assignment.rank
-        if self.seat is None or plan is None:
+        if self.seat is not None and plan is not None:
+            self._restore(self.entries, plan, self.seat)
+            self.state.unpack()
+        elif initialise is not None:
             initialise(model, self.config.seed)
-        else:
-            self._restore(entries, plan, self.seat)
+        elif self._empty:
+            raise TaskError("the model was built on the meta device: give it values with initialise(model, seed)")
         if self.seat is not None:
             self._snapshotter = save.Snapshotter(
-                self.seat.arena, rank=rank, world=self.assignment.world, entries=entries, wake=self.seat.wake_fd
+                self.seat.arena, rank=rank, world=self.assignment.world, entries=self.entries, wake=self.seat.wake_fd
             )
         self._first = self.step
+        wanted = self.config.snapshot
+        self._pace = Pace(first=self.step, fixed=wanted.interval_steps or None, cost_max=wanted.cost_max)
+        for hook in self._hooks:
+            hook()
         self._mark("restore")
+
+    def _rates(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> Callable[[int], list[float]]:
+        """Learning rates of the optimizer's groups as a function of the steps completed; none where an lr_scheduler
+        sets them. TaskError: there is one that would start anew after each failure."""
+        groups = optimizer.param_groups
+        if schedule is None and self.state.schedules(optimizer):
+            return lambda step: []
+        if schedule is None and any("initial_lr" in group for group in groups):
+            raise TaskError(
+                "an lr_scheduler drives the optimizer and would start anew after each failure: register it, "
+                "ctx.state['lr_scheduler'] = it, or give ctx.steps(schedule=...) a function of the step instead"
+            )
+        rates = [group["lr"] for group in groups]
+        factor = schedule or (lambda step: warmup_cosine(self.config.optimizer, self.config.steps, step))
+        return lambda step: [rate * factor(step) for rate in rates]
 
     def _restore(self, entries: Sequence[save.Entry], plan: RestorePlan, seat: Seat) -> None:
         rank = self.assignment.rank
@@ -169,7 +255,7 @@ class Context:
             raise CheckpointError(f"a source of {plan.key} can't be reached: {error}") from error
         self.step = plan.key.step
 
-    def _next_step(self, model: nn.Module) -> Step:
+    def _next_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         return Step(
             self.samples.micro_batches(self.step),
             number=self.step,
@@ -177,16 +263,27 @@ class Context:
             device=self.device,
             before=lambda is_last: accumulate(model, is_last),
             mark=lambda name: self._phase(Phase[name.upper()]),
+            end=lambda step: self._update(step, model, optimizer),
         )
 
     def _update(self, step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Word, float]:
         """The step word and, unless a rank saw a value that is not finite, the optimizer's step."""
         self._phase(Phase.WORD)
         gradients = local_gradients(model.parameters())
-        vote = self._snapshot_due(self.step + 1) and self._snapshotter is not None and self._snapshotter.can_write()
-        word = sum_over_ranks(
-            step.own_word(list(gradients.values()), stop=self._stop_ordered(), snapshot=vote), self.device
+        began_s = time.perf_counter()
+        vote = self._pace.is_due(self.step + 1) and self._snapshotter is not None and self._snapshotter.can_write()
+        own = step.own_word(
+            list(gradients.values()),
+            stop=self._stop_ordered(),
+            snapshot=vote,
+            step_s=self._step_s,
+            snapshot_s=self._snapshot_s,
         )
+        self._upkeep_s += time.perf_counter() - began_s
+        word = sum_over_ranks(own, self.device)
+        self._snapshot_s = 0.0
+        self._pace.learn(step_s=word.step_s / self.assignment.world, snapshot_s=word.snapshot_s / self.assignment.world)
+        self._metrics = step.metrics(word, own, self.assignment.world) if self.seat is not None else {}
         norm = math.nan
         if word.non_finite == 0 and word.tokens > 0:
             self._phase(Phase.OPTIMIZER)
@@ -194,9 +291,6 @@ class Context:
             for parameter, gradient in gradients.items():
                 if parameter in self._shards:
                     self._shards[parameter].grad = gradient
-            rate = learning_rate(self.config.optimizer, self.config.steps, self.step)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
             optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
@@ -204,10 +298,6 @@ class Context:
 
     def _stop_ordered(self) -> bool:
         return self.seat is not None and self.seat.arena.board.drain_generation >= self.assignment.generation
-
-    def _snapshot_due(self, step: int) -> bool:
-        """Whether the boundary after `step` completed steps should have a snapshot; the generation's first always."""
-        return step == self._first + 1 or step % self.config.snapshot.interval_steps == 0
 
     def _evaluates(self) -> bool:
         return self.step % self.config.evaluation.interval_steps == 0 or self.step == self.config.steps
@@ -227,25 +317,30 @@ class Context:
         total, tokens = sums.tolist()
         return total / tokens if tokens else math.nan
 
-    def _record(self, step: Step, word: Word, norm: float, held_out: float | None, seconds: float) -> None:
-        if self.seat is None:
+    def _record(self, step: Step, held_out: float | None, *, rate: float, seconds: float) -> None:
+        if self.seat is None or step.ended is None:
             return
+        began_s = time.perf_counter()
+        word, norm = step.ended
         if self.step == self._first + 1:
             self.seat.probes.mark("first_step")
         record = StepRecord(
             generation=self.assignment.generation,
             step=self.step,
-            loss=word.loss / word.tokens if word.tokens else math.nan,
+            loss=step.loss,
             tokens=int(word.tokens),
             samples=int(word.samples),
             digest=word.digest(),
             grad_norm=norm,
-            lr=learning_rate(self.config.optimizer, self.config.steps, step.number),
+            lr=rate,
             seconds=seconds,
             held_out=held_out,
+            upkeep_s=self._upkeep_s,
+            metrics=self._metrics,
         )
         # Before the snapshot: a step whose state survives is a step that was told.
         self.seat.probes.record(record)
+        self._step_s, self._upkeep_s = seconds, time.perf_counter() - began_s
 
     def _write_snapshot(self, *, wait: bool) -> None:
         """Copy this rank's shards into the arena; `wait` for a free buffer where the state must not be lost."""
@@ -260,7 +355,18 @@ class Context:
                     f"{self.step}: no newer snapshot than {self.seat.arena.board.keep} became safe"
                 )
             time.sleep(_BUFFER_POLL_S)
+        self.state.pack()
+        began_s = time.perf_counter()
         self._snapshotter.write(SnapshotKey(generation=self.assignment.generation, step=self.step))
+        self._snapshot_s = time.perf_counter() - began_s + self._mover_s(self.seat)
+        self._pace.taken(self.step)
+
+    def _mover_s(self, seat: Seat) -> float:
+        """CPU seconds of this host's mover since the snapshot before, where it shares cores with the trainers."""
+        if self.device.type != "cpu":
+            return 0.0
+        before, self._mover_cpu_ns = self._mover_cpu_ns, seat.arena.board.mover_cpu_ns
+        return max(0, self._mover_cpu_ns - before) / 1e9 if before else 0.0
 
     def _mark(self, name: str) -> None:
         if self.seat is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib
 import json
 import logging
 import os
@@ -16,25 +15,27 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from elastic.checkpoint import save
 from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.errors import CheckpointError, SourceFailed
+from elastic.checkpoint.errors import CheckpointError, SourceFailed, StateError
 from elastic.checkpoint.store import open_store
-from elastic.config import Config
+from elastic.config import Config, ConfigError, Sizes, TaskError
 from elastic.data.loader import Loader, MicroBatch, held_out_batches
 from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
 from elastic.plan import Assignment, Endpoint, Member
 from elastic.planner.search import choose
 from elastic.telemetry.logs import trainer_log
-from elastic.worker.context import Context, Seat, SnapshotBlocked, Task
+from elastic.worker import declared, task
+from elastic.worker.context import Context, Seat, SnapshotBlocked
 from elastic.worker.probes import Probes, traceback_tail
 from elastic.worker.rendezvous import is_peer_failure, join
+from elastic.worker.step import seed_generators
 
 log = logging.getLogger(__name__)
 
@@ -109,19 +110,15 @@ def _train(inheritance: Inheritance, assignment: Assignment, seat: Seat, corpora
             collective_s=config.control.collective_timeout_s,
         )
         seat.probes.mark("group")
-        load_task(config).train(ctx)
-        if ctx.ended is not None:
-            return ctx.ended
-        raise RuntimeError(
-            f"{config.task}: train() returned after step {ctx.step} of {config.steps}; "
-            "it must run the loop over ctx.steps() to its end"
-        )
+        return run_task(ctx)
     except SnapshotBlocked as error:
         return Exit(kind="lost", step=ctx.step, code=1, detail=str(error))
     except BaseException as error:  # of any kind: it ends this process, and its host has to hear of it
-        detail = traceback_tail(error)
-        print(detail, file=sys.stderr)
-        kind = "peer" if is_peer_failure(error) or isinstance(error, CheckpointError) else "user"
+        ours = isinstance(error, StateError | TaskError | ConfigError)  # one sentence that says it all
+        detail = str(error) if ours else traceback_tail(error)
+        print(traceback_tail(error), file=sys.stderr)
+        peers = is_peer_failure(error) or isinstance(error, CheckpointError)
+        kind = "peer" if peers and not ours else "user"
         blame = error.host if isinstance(error, SourceFailed) else ""
         return Exit(kind=kind, step=ctx.step, code=1, detail=detail, blame=blame)  # type: ignore[arg-type]  # one of the two
 
@@ -131,10 +128,17 @@ def device_of(config: Config) -> torch.device:
     return torch.device("cuda", 0) if config.use_gpu else torch.device("cpu")
 
 
-def load_task(config: Config) -> Task:
-    """`config.task` is "module:Name"."""
-    module, _, name = config.task.partition(":")
-    return cast(Task, getattr(importlib.import_module(module), name)(config))
+def run_task(ctx: Context) -> Exit:
+    """Import the task and run its loop to the end. Its generators start alike on every rank, for what it builds."""
+    found = task.load(ctx.config.task)
+    seed_generators(ctx.config.seed, ctx.device)
+    declared.loop_of(found, ctx.config)(ctx)
+    if ctx.ended is None:
+        raise TaskError(
+            f"{ctx.config.task} returned after step {ctx.step} of {ctx.config.steps}; "
+            "it must run the loop over ctx.steps() to its end"
+        )
+    return ctx.ended
 
 
 def _redirect_output(path: Path) -> None:
@@ -157,14 +161,14 @@ def _log_where(assignment: Assignment) -> None:
     )
 
 
-def rehearse(config: Config) -> None:
+def rehearse(config: Config, *, steps: int = 1) -> Context:
     """One throw-away step of the task at the real shapes, on a process group that moves nothing.
 
     What torch does lazily at first use (imports, kernels, threads, memory) is done afterwards in this process.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
-    assignment = _made_up_assignment(config)
+    assignment = replace(_made_up_assignment(config), until_step=steps)
     assert from_json(to_json(assignment)) == assignment  # and its parser is built
     batch = config.batch.model_copy(update={"global_samples": sum(assignment.plan.shares)})
     evaluation = config.evaluation.model_copy(update={"interval_steps": 1})
@@ -172,12 +176,23 @@ def rehearse(config: Config) -> None:
     samples = CorpusSamples(config, MadeUpCorpora(config), assignment)
     dist.init_process_group("fake", rank=0, world_size=assignment.world, store=FakeStore())
     ctx = Context(config=config, assignment=assignment, device=device_of(config), samples=samples, seat=None)
-    load_task(config).train(ctx)
+    run_task(ctx)
     samples.close()
     dist.destroy_process_group()
     gc.collect()
     if config.use_gpu:
         torch.cuda.empty_cache()
+    return ctx
+
+
+def measure(config: Config, *, steps: int) -> Sizes:
+    """Sizes of the task's state, from a rehearsal."""
+    ctx, found = rehearse(config, steps=steps), task.load(config.task)
+    assert ctx.model is not None
+    flops = 6.0 * sum(parameter.numel() for parameter in ctx.model.parameters())
+    if hasattr(found, "flops_per_token"):
+        flops = declared.instance_of(found, config).flops_per_token(config)
+    return Sizes(shard_bytes=save.shard_bytes_max(ctx.entries, config.hosts_min), flops_per_token=flops)
 
 
 def _made_up_assignment(config: Config) -> Assignment:
@@ -198,7 +213,7 @@ def _made_up_assignment(config: Config) -> Assignment:
         plan=plan,
         members=(member,) * plan.world,
         restore=None,
-        until_step=1,
+        until_step=0,
         partner=None,
     )
 

@@ -1,4 +1,4 @@
-"""A sharded model's local parts as plain tensors: memory for them, their gradients, and their names as state.
+"""A model's local parts as plain tensors: what may be sharded, memory for it, gradients, and names as state.
 
 DTensor works out placements anew for each operation and shape in each process, 2 to 4 ms of one core at a time;
 between a trainer's start and its first step that is what there is to save.
@@ -13,8 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from elastic.checkpoint import save
+from elastic.config import TaskError
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -22,10 +24,38 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def is_empty(model: nn.Module) -> bool:
+    """Whether `model` lies on the meta device. TaskError: a part of it does."""
+    real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if real and on_meta:
+        raise TaskError(f"{on_meta[0]} was built on the meta device and {real[0]} was not; build all in one way")
+    return bool(on_meta)
+
+
+def check_buffers(model: nn.Module) -> None:
+    """TaskError: buffers whose values would be lost, or would follow from how the samples are divided."""
+    for path, module in model.named_modules():
+        where = path or "the model"
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta and name in module._non_persistent_buffers_set:
+                raise TaskError(
+                    f"buffer {name} of {where} was built on the meta device and is not saved (persistent=False): "
+                    "nothing would fill it; build the model as usual, or compute it in forward"
+                )
+        if isinstance(module, _BatchNorm) and module.track_running_stats and not isinstance(module, nn.SyncBatchNorm):
+            raise TaskError(
+                f"{where} is {type(module).__name__}: its running statistics would differ from rank to rank; take "
+                "GroupNorm, LayerNorm or SyncBatchNorm, or track_running_stats=False"
+            )
+
+
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """`model.to_empty(device=device)`, without DTensor's dispatch."""
+    """Memory for what `model` has on the meta device, without DTensor's dispatch; the rest keeps its values."""
 
     def empty(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
         if not isinstance(tensor, DTensor):
             return torch.empty_like(tensor, device=device)
         return _with_local(tensor, torch.empty_like(tensor.to_local(), device=device))

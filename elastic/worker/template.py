@@ -2,7 +2,7 @@
 
 Executed by the host (never forked from it), one thread, no GPU context, no network. It has imported what a step
 needs, found by rehearsal. On its control socket the host says {"fork": warm}; it answers with a pid, a pidfd and
-the trainer's socket, and later tells each (pid, status) that it reaped.
+the trainer's socket, and later tells each (pid, status) that it reaped. Once it tells what the device's check found.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ def main() -> None:
     control = socket.socket(fileno=settings["control_fd"])
     left_out = sys.argv[2:]
     inheritance = _inherit(settings)
-    for name in _rehearsed(inheritance):
+    names = _rehearsed(inheritance)
+    check_fd = _check_device(inheritance) if settings["check"] else -1
+    for name in names:
         if name not in left_out:
             _bring_in(name, left_out)
     gc.collect()
     gc.freeze()
-    _serve(control, inheritance, left_out)
+    _serve(control, inheritance, left_out, check_fd)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -60,9 +62,12 @@ def die_with_parent(parent_pid: int) -> None:
 def _inherit(settings: dict[str, Any]) -> Any:
     from elastic.config import Config
     from elastic.worker.loop import Inheritance
+    from elastic.worker.task import extend_path
 
+    config = Config.model_validate(settings["config"])
+    extend_path(config)
     return Inheritance(
-        config=Config.model_validate(settings["config"]),
+        config=config,
         prepared=Path(settings["prepared"]),
         log_dir=Path(settings["log_dir"]),
         threads=settings["threads"],
@@ -114,6 +119,25 @@ def _rehearse(inheritance: Any, write_fd: int) -> NoReturn:
         os._exit(code)
 
 
+def _check_device(inheritance: Any) -> int:
+    """Examine the device in a throw-away fork, while modules are imported here. Returns where its result is read."""
+    read_fd, write_fd = os.pipe()
+    if os.fork() == 0:
+        try:
+            from elastic.worker import device_check, loop
+
+            signal.alarm(inheritance.config.admission.device_timeout_s)
+            found = device_check.examine(loop.device_of(inheritance.config), inheritance.config.precision)
+            os.write(write_fd, json.dumps(found).encode())
+        except BaseException:  # a fork must never run on into its parent's code; without a result the host is refused
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    os.close(write_fd)
+    return read_fd
+
+
 def _bring_in(name: str, left_out: list[str]) -> None:
     """Import one module. If it starts a thread or opens a GPU, this process is unfit to fork: start over without."""
     with contextlib.suppress(Exception):  # names in sys.modules need not be importable by themselves
@@ -144,7 +168,7 @@ def _why_unfit() -> str:
 # ---------------------------------------------------------------- serving
 
 
-def _serve(control: socket.socket, inheritance: Any, left_out: list[str]) -> None:
+def _serve(control: socket.socket, inheritance: Any, left_out: list[str], check_fd: int) -> None:
     """Fork on request, reap, tell. Ends when the host closes the control socket."""
     told_fd, tell_fd = os.pipe()
     os.set_blocking(tell_fd, False)
@@ -152,8 +176,12 @@ def _serve(control: socket.socket, inheritance: Any, left_out: list[str]) -> Non
     signal.set_wakeup_fd(tell_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _say(control, {"ready": True, "left_out": left_out})
+    watched = [control.fileno(), told_fd, *([check_fd] if check_fd >= 0 else [])]
     while True:
-        ready, _, _ = select.select([control.fileno(), told_fd], [], [])
+        ready, _, _ = select.select(watched, [], [])
+        if check_fd in ready:
+            watched.remove(check_fd)
+            _tell_check(control, check_fd, inheritance.config.admission.device_timeout_s)
         if told_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(told_fd, 4096)
@@ -163,6 +191,15 @@ def _serve(control: socket.socket, inheritance: Any, left_out: list[str]) -> Non
             if not request:
                 return
             _fork(control, inheritance, warm=json.loads(request)["fork"])
+
+
+def _tell_check(control: socket.socket, check_fd: int, limit_s: int) -> None:
+    """It has ended, or is about to."""
+    with open(check_fd, "rb") as pipe:
+        told = pipe.read()
+    none = f"the check of its device ended without a result, or not within {limit_s} s; see the host's log"
+    _say(control, {"checked": json.loads(told) if told else {"failed": none}})
+    _reap(control)  # it may have ended before there was a handler for that
 
 
 def _reap(control: socket.socket) -> None:

@@ -33,7 +33,7 @@ def test_a_run_survives_its_coordinator_and_ends_with_a_result(tmp_path: Path) -
 
     def fit() -> None:
         try:
-            ended["result"] = ElasticTrainer(config).fit()
+            ended["result"] = ElasticTrainer(config=config).fit()
         except BaseException as error:
             ended["error"] = error
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.checkpoint.arena import Arena, State, reusable
-from elastic.checkpoint.board import Progress, pack, unpack
+from elastic.checkpoint.arena import VERSION, Arena, State, reusable
+from elastic.checkpoint.board import Progress, Word, pack, unpack
 from elastic.checkpoint.errors import CheckpointError
 from elastic.plan import SnapshotKey
 from tests.checkpoint.hosts import key
@@ -164,3 +164,10 @@ def test_what_does_not_fit_and_what_is_no_arena_is_said() -> None:
     with pytest.raises(CheckpointError, match="no arena"):
         Arena.attach(fd)
     os.close(fd)
+
+
+def test_an_arena_of_another_version_is_refused() -> None:
+    arena = make()
+    os.pwrite(arena.fd, (VERSION + 1).to_bytes(8, "little"), 8 * Word.VERSION)
+    with pytest.raises(CheckpointError, match=r"no arena of version 1: .* version 2; if elastic was upgraded while"):
+        Arena.attach(os.dup(arena.fd))

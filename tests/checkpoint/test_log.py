@@ -17,10 +17,10 @@ import pytest
 
 from elastic.checkpoint.blocks import Block, encode_bytes, place
 from elastic.checkpoint.committer import Committer
-from elastic.checkpoint.errors import CheckpointError, Fenced, ObjectMissing
+from elastic.checkpoint.errors import CheckpointError, Fenced, ObjectMissing, TooNew
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import Manifest, build, restore_plan
-from elastic.checkpoint.shard import Shard, table_object, to_object
+from elastic.checkpoint.shard import Shard, check, of_object, sign, table_object, to_object
 from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store, open_store
 from elastic.events import CheckpointCommitted, CommitFailed, Uploaded
 from elastic.plan import SnapshotKey
@@ -208,18 +208,90 @@ def test_a_damaged_checkpoint_is_skipped_loudly_for_the_one_before(
     assert len(said) == 1 and word in said[0]
 
 
-def test_a_newer_schema_is_refused_with_a_sentence(store: Store) -> None:
-    from elastic.checkpoint.shard import check, sign
-
+@pytest.mark.parametrize("number", [1, 2], ids=["claim", "manifest"])
+def test_a_newer_schema_is_refused_not_skipped(store: Store, number: int) -> None:
+    """An older checkpoint in its place would undo what a newer elastic trained."""
     log = CommitLog(store)
     log.claim("a")
     log.commit(1, manifest(store, key(1, 10)))
-    body = check(store.get("log/00000002.json"), name="x")
+    body = check(store.get(f"log/{number:08d}.json"), name="x")
     body.pop("sha256")
     store.put("log/00000003.json", sign({**body, "schema": 99}))
-    said: list[str] = []
-    found = CommitLog(store, said.append).newest()
-    assert found is not None and "schema 99" in said[0]
+    for refused in (CommitLog(store).newest, lambda: CommitLog(store).claim("b")):
+        with pytest.raises(TooNew, match=r"log/00000003.json has schema 99, this elastic reads 1: .*; upgrade elastic"):
+            refused()
+
+
+def test_a_newer_shard_is_refused_with_a_sentence(store: Store) -> None:
+    (uploaded, _) = upload(store, key(1, 10))
+    name = table_object(uploaded.object)
+    body = check(store.get(name), name=name)
+    body.pop("sha256")
+    with pytest.raises(TooNew, match="has schema 2, this elastic reads 1: a newer one wrote it; upgrade elastic"):
+        of_object(sign({**body, "schema": 2}), name=name)
+
+
+# ---------------------------------------------------------------- the run's line
+
+
+def steps(log: CommitLog) -> list[int]:
+    return [entry.manifest.key.step for entry in log.line() if entry.manifest]
+
+
+def commits(store: Store, *at: int, attempt: int = 1) -> None:
+    for step in at:
+        CommitLog(store).commit(attempt, manifest(store, key(attempt, step), attempt))
+
+
+def test_going_back_is_durable_before_anything_is_committed(store: Store) -> None:
+    assert CommitLog(store).claim("a") == 1
+    commits(store, 10, 20, 30)
+    assert CommitLog(store).claim("back", base=2) == 2
+    assert steps(CommitLog(store)) == [10]
+    assert CommitLog(store).claim("again, after a crash") == 3, "the newest is where the run went back to"
+    assert steps(CommitLog(store)) == [10]
+    commits(store, 15, attempt=3)
+    assert steps(CommitLog(store)) == [15, 10]
+    assert [entry.number for entry in CommitLog(store).checkpoints()] == [2, 3, 4, 7], "still there to go to"
+
+
+def test_back_and_forth_and_to_the_seed(store: Store) -> None:
+    CommitLog(store).claim("a")
+    commits(store, 10, 20)
+    CommitLog(store).claim("back", base=2)
+    commits(store, 12, attempt=2)
+    CommitLog(store).claim("forth", base=3)
+    assert steps(CommitLog(store)) == [20, 10]
+    store.put("log/00000007.json", sign({"kind": "claim", "schema": 1, "attempt": 4, "who": "new", "base": 0}))
+    assert steps(CommitLog(store)) == [] and CommitLog(store).newest() is None
+
+
+def test_a_claim_without_base_starts_from_the_newest_as_in_older_logs(store: Store) -> None:
+    CommitLog(store).claim("a")
+    commits(store, 10, 20)
+    store.put("log/00000004.json", sign({"kind": "claim", "attempt": 2, "who": "older elastic"}))
+    assert steps(CommitLog(store)) == [20, 10] and CommitLog(store).claim("b") == 3
+
+
+def test_a_claim_says_where_it_starts_even_past_damage(store: Store) -> None:
+    CommitLog(store).claim("a")
+    commits(store, 10, 20)
+    store.delete("data/1-1-20/1.bin")
+    CommitLog(store, lambda _: None).claim("b")
+    assert CommitLog(store).entries()[-1].base == 2 and steps(CommitLog(store)) == [10]
+
+
+def test_only_what_still_exists_can_be_gone_back_to(store: Store) -> None:
+    CommitLog(store).claim("a")
+    commits(store, 10)
+    CommitLog(store).commit(1, replace(manifest(store, key(1, 20)), retired=(2,)))
+    with pytest.raises(CheckpointError, match="log entry 2 is no checkpoint that still exists; entries that are: 3"):
+        CommitLog(store).claim("b", base=2)
+    with pytest.raises(CheckpointError, match="log entry 1 is no checkpoint"):
+        CommitLog(store).claim("b", base=1)
+    store.delete("data/1-1-20/0.bin")
+    with pytest.raises(CheckpointError, match="has no bytes"):
+        CommitLog(store).claim("b", base=3)
 
 
 def test_a_manifest_needs_every_shard_whole(store: Store) -> None:
@@ -268,6 +340,35 @@ def test_the_newest_are_kept_and_the_rest_is_deleted_after_the_commit(store: Sto
     newest = CommitLog(store).newest()
     assert newest is not None and newest.key == key(1, 30) and newest.retired == (2,)
     assert [entry.number for entry in CommitLog(store).checkpoints()] == [3, 4]
+
+
+def test_the_base_in_use_outlives_what_was_given_up(store: Store) -> None:
+    """keep 2: after going back from 30 to 10 the first commit keeps 10, the only one it could fall back to."""
+    CommitLog(store).claim("a")
+    commits(store, 10, 20, 30)
+    CommitLog(store).claim("back", base=2)
+    worker = committer(store, 2)
+    found = []
+    for step in (12, 14):
+        worker.submit(key(2, step), upload(store, key(2, step), attempt=2))
+        assert isinstance(outcome(worker), CheckpointCommitted)
+        found.append(sorted({name.split("/")[1] for name in store.list("data/")}))
+    assert worker.close()
+    assert found == [["1-1-10", "2-2-12"], ["2-2-12", "2-2-14"]]
+
+
+def test_what_comes_before_a_commit_can_fail_it(store: Store) -> None:
+    CommitLog(store).claim("a")
+
+    def refuse() -> None:
+        raise CheckpointError("the journal is not there yet")
+
+    log = CommitLog(store)
+    worker = Committer(store, log, 1, run="r", fingerprint="f", samples_per_step=1, keep=2, before_commit=refuse)
+    worker.submit(key(1, 10), upload(store, key(1, 10)))
+    result = outcome(worker)
+    assert isinstance(result, CommitFailed) and "not there yet" in result.reason and CommitLog(store).newest() is None
+    assert worker.close()
 
 
 def test_a_commit_asked_for_twice_is_one_checkpoint(store: Store) -> None:

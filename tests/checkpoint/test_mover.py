@@ -20,7 +20,7 @@ from elastic.checkpoint.mover import uploaded_of
 from elastic.checkpoint.shard import Shard, of_buffer, of_object, table_object
 from elastic.checkpoint.store import DirectoryStore
 from elastic.checkpoint.wire import LENGTH, MoverClient, frame, parse
-from elastic.plan import SnapshotKey
+from elastic.plan import Endpoint, SnapshotKey
 from tests.checkpoint.hosts import LIMIT_S, ROOT, TOKEN, Host, hosts, key, random_bytes
 
 MB = 1 << 20
@@ -330,3 +330,35 @@ def test_what_host_and_mover_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
+
+
+def places(**endpoints: Endpoint) -> list[dict[str, object]]:
+    return [{"host": name, "address": place.address, "port": place.port} for name, place in endpoints.items()]
+
+
+def test_the_network_is_tried_with_the_first_neighbour_that_answers(tmp_path: Path) -> None:
+    with hosts(tmp_path, 2) as (a, b), socket.create_server(("127.0.0.1", 0)) as mute:
+        closed = Endpoint(address="127.0.0.1", port=1)
+        silent = Endpoint(address="127.0.0.1", port=mute.getsockname()[1])
+        a.tell(**{"try": places(closed=closed, silent=silent, b=b.endpoint), "limit_s": 1.0})
+        tried = a.hear("tried")["tried"]
+        assert tried["link_to"] == "b" and tried["link_ms"] > 0 and tried["link_mbs"] > 0
+        assert tried["unreached"].keys() == {"closed", "silent"}
+        assert "Errno 111" in tried["unreached"]["closed"] and tried["unreached"]["silent"]
+
+
+def test_no_neighbour_answers(tmp_path: Path) -> None:
+    with hosts(tmp_path, 2) as (a, b):
+        b.signal_mover(signal.SIGSTOP)
+        a.tell(**{"try": places(b=b.endpoint), "limit_s": 0.5})
+        assert a.hear("tried")["tried"]["link_to"] == ""
+        b.signal_mover(signal.SIGCONT)
+        a.tell(**{"try": places(b=b.endpoint), "limit_s": LIMIT_S})
+        assert a.hear("tried")["tried"]["link_to"] == "b"
+
+
+def test_a_mover_returns_no_more_than_it_should(tmp_path: Path) -> None:
+    with hosts(tmp_path, 1) as (a,), socket.create_connection((a.endpoint.address, a.endpoint.port)) as sock:
+        sock.settimeout(LIMIT_S)
+        sock.sendall(frame({"hello": TOKEN}) + frame({"echo": 1 << 40}))
+        assert sock.recv(1) == b"", "the connection is dropped"

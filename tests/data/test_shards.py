@@ -87,7 +87,11 @@ def test_damage_is_refused(prepared: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"schema": 1', '"schema": 2', "has schema 2, wanted 1"),
+        (
+            '"schema": 1',
+            '"schema": 2',
+            "has schema 2, this elastic reads 1: a newer one wrote it; upgrade elastic, or prepare the corpus again",
+        ),
         ('"vocab_size": 257', '"vocab_size": 300', "was changed"),
         ('"tokenizer"', '"tokeniser"', "is no manifest"),
         ('"splits"', '"split"', "is no manifest"),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from elastic.config import Model
+from elastic.model import shape
 from elastic.model.transformer import Transformer, initialise, loss_sum, rotate
 
 CONFIG = Model(vocab_size=19, dim=24, layers=2, heads=3, kv_heads=1, ffn_dim=40, seq_len=16)
@@ -150,3 +151,12 @@ def test_learns_a_repeated_row() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert loss.item() < 0.1
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_shape_counts_tensors_and_their_longest_row(tie: bool) -> None:
+    sizes = Model(dim=16, layers=3, heads=2, kv_heads=1, ffn_dim=40, tie_embeddings=tie)
+    with torch.device("meta"):
+        found = list(Transformer(sizes).parameters())
+    assert len(found) == shape.tensors(sizes)
+    assert max(p.numel() // p.shape[0] for p in found) == shape.row_values(sizes)

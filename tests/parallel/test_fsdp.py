@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from elastic.config import Model
 from elastic.model.transformer import Transformer, initialise, loss_sum
 from elastic.parallel.apply import parallelize
-from elastic.parallel.fsdp import Precision, accumulate
+from elastic.parallel.fsdp import Precision, accumulate, repeated_blocks
 from elastic.parallel.mesh import build_mesh
 from elastic.plan import Plan
 
@@ -187,3 +187,65 @@ def fake_step(rank: int, world: int, config: Model) -> list[tuple[int, ...]]:
 
 def test_a_step_runs_on_a_fake_process_group() -> None:
     assert ranks.run(1, fake_step, ODD) == [[(10, 14)]], "rank 2 of 4 holds rows 20 to 30 of the 37"
+
+
+class Plain(torch.nn.Module):
+    """As people write them: values from __init__, a list of blocks, a small list beside it, tied ends, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(37, 7)
+        self.blocks = torch.nn.ModuleList([*(torch.nn.Linear(7, 7) for _ in range(3)), torch.nn.Identity()])
+        self.scales = torch.nn.ModuleList(torch.nn.LayerNorm(7) for _ in range(2))
+        self.head = torch.nn.Linear(7, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.randn(7))
+        self.register_buffer("mask", torch.ones(7), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.scales[0](self.embed(tokens) + self.shift)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * self.mask
+        return self.head(self.scales[1](x))
+
+
+def test_repeated_blocks_are_found_unless_they_share_parameters() -> None:
+    model = Plain()
+    assert repeated_blocks(model) == list(model.blocks)[:3]
+    model.blocks[2].bias = model.blocks[0].bias
+    assert repeated_blocks(model) == []
+    assert repeated_blocks(torch.nn.Linear(2, 2)) == []
+
+
+def plain_steps(model: torch.nn.Module, plan: Plan, rank: int) -> tuple[list[float], dict[str, Any]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    start, stop = plan.share_of(rank)
+    losses = []
+    for step in range(STEPS):
+        tokens, targets = (t[start:stop] for t in rows(ODD, step))
+        accumulate_if_sharded(model, True)
+        loss = loss_sum(model(tokens), targets)
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(ROWS)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(sum_over_ranks(loss.detach())))
+    return losses, whole_parameters(model)
+
+
+def train_plain(rank: int, world: int) -> tuple[list[float], dict[str, Any]]:
+    torch.manual_seed(5)
+    model, plan = Plain(), Plan(world=world, shares=(ROWS // world,) * world, micro_batches=1)
+    parallelize(model, plan=plan, mesh=build_mesh(plan, "cpu"), units=repeated_blocks(model), precision="float64")
+    return plain_steps(model, plan, rank)
+
+
+def test_a_module_that_was_built_as_usual_keeps_its_values_on_every_layout() -> None:
+    torch.manual_seed(5)
+    losses, parameters = plain_steps(Plain().double(), Plan(world=1, shares=(ROWS,), micro_batches=1), 0)
+    for world in (1, 2, 4):
+        for outcome in ranks.run(world, train_plain):
+            assert outcome[0] == pytest.approx(losses, rel=0, abs=1e-10)
+            for name, values in outcome[1].items():
+                assert abs(values - parameters[name]).max() < 1e-10, name

@@ -10,9 +10,8 @@ from elastic.worker.pretrain import LanguageModel
 
 
 class Broken(LanguageModel):
-    def train(self, ctx: Context) -> None:
+    def on_generation(self, ctx: Context) -> None:
         self.ctx = ctx
-        super().train(ctx)
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         if self.ctx.step == 4 and self.ctx.assignment.rank == 0:

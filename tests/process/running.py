@@ -47,6 +47,7 @@ def small(path: Path, **changes: Any) -> Config:
         },
         "evaluation": {"interval_steps": 10, "samples": 8},
         "checkpoint": {"interval_steps": 10},
+        "snapshot": {"interval_steps": 1},
         "control": {"collective_timeout_s": 30.0, "start_wait_s": 60.0},
     }
     config = parse({**raw, **changes}, source="the test")

@@ -83,6 +83,24 @@ class Checkers:
         generations = [plan.key.generation for plan in world.log]
         assert generations == sorted(generations), f"S1 commits of {generations}\n{world.story()}"
         self._quarantine(entries)
+        self._orders(entries)
+        self._admission(entries)
+
+    def _orders(self, entries: list[dict[str, Any]]) -> None:
+        """S10: no generation starts while the run is paused, nor with more hosts or nodes than were ordered."""
+        paused, nodes, hosts = False, None, None
+        for entry in entries:
+            event = entry["event"]
+            if event["kind"] in ("PauseRequested", "ResumeRequested"):
+                paused = event["kind"] == "PauseRequested"
+            if event["kind"] == "ResizeRequested":
+                nodes, hosts = event["nodes"], event["hosts"]
+            for action in entry["actions"]:
+                if action["kind"] == "StartGeneration":
+                    used = {host.partition("/")[0] for host in action["hosts"]}
+                    assert not paused, f"S10 {action}\n{self._world.story()}"
+                    assert nodes is None or len(used) <= nodes, f"S10 {action}\n{self._world.story()}"
+                    assert hosts is None or len(action["hosts"]) <= hosts, f"S10 {action}\n{self._world.story()}"
 
     def _quarantine(self, entries: list[dict[str, Any]]) -> None:
         """S6: no generation starts with a host of a quarantined node."""
@@ -97,3 +115,24 @@ class Checkers:
                 if action["kind"] == "StartGeneration":
                     nodes = Counter(host.partition("/")[0] for host in action["hosts"])
                     assert not barred & nodes.keys(), f"S6 {action}\n{self._world.story()}"
+
+    def _admission(self, entries: list[dict[str, Any]]) -> None:
+        """S10: no generation starts with a refused host, nor with a new one of a resting node where others do."""
+        refused: set[str] = set()
+        until_s: dict[str, float] = {}
+        before: set[str] = set()
+        for entry in entries:
+            for action in entry["actions"]:
+                if action["kind"] == "RefuseHost":
+                    refused.add(action["host"])
+                elif action["kind"] == "AdmitHost":
+                    refused.discard(action["host"])
+                elif action["kind"] == "RestNode":
+                    until_s[action["node"]] = action["until_s"]
+                elif action["kind"] == "StartGeneration":
+                    hosts = set(action["hosts"])
+                    assert not hosts & refused, f"S10 {action}\n{self._world.story()}"
+                    resting = {h for h in hosts - before if until_s.get(h.partition("/")[0], 0.0) > entry["t"]}
+                    told = "too few others" in entry["reason"] and len(hosts) == self._world.config.hosts_min
+                    assert not resting or told, f"S10 {resting} {entry}\n{self._world.story()}"
+                    before = hosts

@@ -7,14 +7,16 @@ shards shows at once. Arenas follow the product's own rule for reuse.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from elastic.checkpoint.arena import State, reusable
-from elastic.events import Exit, Holding, Order, Report, StepRecord, TrainerReport, Uploaded
-from elastic.plan import Assignment, Endpoint, SnapshotKey
+from elastic.events import Exit, Holding, NodeCheck, Order, Report, StepRecord, TrainerReport, Uploaded
+from elastic.plan import Assignment, Endpoint, Member, SnapshotKey
 
 if TYPE_CHECKING:
     from tests.sim.world import World
+
+Quality = Literal["good", "slow", "broken", "short"]
 
 RECORDS_MAX = 1024
 READ_TIMEOUT_S = 5.0
@@ -65,7 +67,8 @@ class SimHost:
     incarnation: int
     alive: bool = True
     frozen: bool = False
-    ready: bool = False
+    up: bool = False
+    check: NodeCheck | None = None
     seq: int = 0
     order: Order | None = None
     order_at_s: float = 0.0
@@ -80,6 +83,15 @@ class SimHost:
     @property
     def name(self) -> str:
         return f"{self.node}/{self.slot}.{self.incarnation}"
+
+    @property
+    def ready(self) -> bool:
+        checked = self.check is not None or not self.world.config.admission.enabled
+        return self.up and checked and not self._short
+
+    @property
+    def _short(self) -> bool:
+        return self.world.config.admission.enabled and self.world.quality[self.node] == "short"
 
     @property
     def endpoint(self) -> Endpoint:
@@ -117,6 +129,8 @@ class SimHost:
             steps=steps,
             uploads=tuple(self.uploads),
             skipped=self.skipped,
+            check=self.check,
+            sent_s=self.world.clock.now_s() + 3.0 * self.slot,
         )
 
     def _trainer_report(self) -> TrainerReport:
@@ -135,6 +149,31 @@ class SimHost:
             for s in shards
             if s.content is not None
         ]
+
+    def examine(self) -> None:
+        """Check the node; the network again and again until some neighbour answers."""
+        if not self.world.awake(self, self.examine):
+            return
+        quality = self.world.quality[self.node]
+        named = self.order.neighbours if self.order and quality != "short" else ()
+        tried = [(member.host, self._reaches(member)) for member in named]
+        answered = [host for host, reached in tried if reached][:1]
+        self.check = NodeCheck(
+            memory_free_bytes=0 if quality == "short" else 8 << 30,
+            disk_free_bytes=8 << 30,
+            gemm_gflops=10.0 if quality == "slow" else self.world.draw(90.0, 110.0),
+            gemm_wrong=int(quality == "broken"),
+            link_to="".join(answered),
+            unreached={host: "no answer" for host, reached in tried if not reached},
+        )
+        if named and not answered:
+            self.world.after(10.0, self.examine)
+        self.report()
+
+    def _reaches(self, member: Member) -> bool:
+        other, cut = self.world.by_name(member.host), self.world.cut
+        apart = member.node != self.node and (member.node in cut or self.node in cut)
+        return other is not None and not other.frozen and not apart
 
     # ------------------------------------------------------------ orders
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.report import recoveries
+from elastic.report import admission_lines, recoveries
 from elastic.telemetry.lineage import lineage, schedule
 from tests.sim.test_simulation import play
 
 
-@pytest.mark.parametrize("seed", [1, 4, 22])
+@pytest.mark.parametrize("seed", [1, 3, 22])
 def test_phases_sum_to_the_recovery(seed: int) -> None:
     entries = play(seed).entries()
     found = recoveries(entries)
@@ -30,3 +30,17 @@ def test_schedule_names_every_change_of_the_lineage() -> None:
     for record in records:
         world = [hosts for step, hosts in changes if step < record["step"]][-1]
         assert world == record["world"], record
+
+
+def test_refusals_and_rests_are_told() -> None:
+    kinds = ("RefuseHost", "MarkHost", "RestNode")
+    for seed in range(40):
+        entries = play(seed).entries()
+        told = [a for entry in entries for a in entry["actions"] if a["kind"] in kinds]
+        if {action["kind"] for action in told} == set(kinds):
+            break
+    lines = admission_lines(entries)
+    refused, marked, rested = (next(a for a in reversed(told) if a["kind"] == kind) for kind in kinds)
+    assert f"{refused['host']} refused: {refused['why']}" in lines
+    assert f"{marked['host']} marked: {marked['why']}" in lines
+    assert f"{rested['node']} rested: it was lost {rested['losses']} times" in lines

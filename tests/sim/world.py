@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic import events
 from elastic.config import Config
-from elastic.controller.driver import Driver, replay
+from elastic.controller.driver import Driver
 from elastic.controller.state import TERMINAL
 from elastic.events import Exit, StepRecord
 from elastic.plan import Assignment, RestorePlan, ShardSource
@@ -22,7 +22,8 @@ from elastic.telemetry import journal
 from tests.sim import checkers
 from tests.sim.clock import VirtualClock
 from tests.sim.cluster import SimCluster, SimCommits
-from tests.sim.hosts import SimHost, Trainer, chain
+from tests.sim.faults import KINDS, thaw
+from tests.sim.hosts import Quality, SimHost, Trainer, chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +39,11 @@ class Options:
     step_s: float
     fault_every_s: float
     faults: tuple[str, ...]
+    bad_nodes: float
 
     @staticmethod
     def draw(rng: random.Random) -> Options:
-        kinds = (
-            "kill_trainer", "kill_host", "kill_node", "freeze_node", "freeze_host",
-            "add_node", "restart_coordinator", "kill_template", "quarantine", "two_at_once",
-        )  # fmt: skip
+        kinds = tuple(KINDS)
         return Options(
             nodes=rng.randint(1, 4),
             slots=rng.randint(1, 3),
@@ -55,6 +54,7 @@ class Options:
             step_s=rng.choice((0.05, 0.2, 0.6)),
             fault_every_s=rng.choice((2.0, 6.0, 15.0)),
             faults=tuple(sorted(rng.sample(kinds, rng.randint(1, len(kinds))))),
+            bad_nodes=rng.choice((0.0, 0.1, 0.4)),
         )
 
 
@@ -70,12 +70,14 @@ class World:
         self.storage: dict[str, int] = {}
         self.log: list[RestorePlan] = []
         self.restarts = 0
+        self.quality: dict[str, Quality] = {}
+        self.cut: set[str] = set()
         self._nodes = 0
         self._incarnations = 0
         self._buffer = io.BytesIO()
         self.cluster = SimCluster(self)
         self.commits = SimCommits(self)
-        self.driver = self._driver(None)
+        self.driver = self.coordinate(None)
         self.driver.take(events.RunStarted(run="sim", attempt=1, generation=0, durable=None))
         self.checkers = checkers.Checkers(self)
         for _ in range(self.options.nodes):
@@ -99,10 +101,14 @@ class World:
                     "heartbeat_s": 0.5, "silence_s": 3.0, "start_wait_s": 10.0, "hosts_wait_s": 3600.0,
                     "start_timeout_s": 20.0, "failures_without_progress_max": 1000,
                 },
+                "admission": {
+                    "enabled": rng.random() < 0.9, "slow": rng.choice(("off", "observe", "act")),
+                    "rest_s_max": rng.choice((20.0, 600.0)), "forget_s": rng.choice((10.0, 600.0)),
+                },
             }
         )  # fmt: skip
 
-    def _driver(self, state: Any) -> Driver:
+    def coordinate(self, state: Any) -> Driver:
         return Driver(self.config, self.cluster, self.commits, self._buffer, self.clock, state)
 
     # ------------------------------------------------------------ time
@@ -146,20 +152,25 @@ class World:
 
     def add_node(self) -> None:
         self._nodes += 1
+        bad = self.faults_on and self.rng.random() < self.options.bad_nodes
+        self.quality[f"n{self._nodes}"] = self.rng.choice(("short", "broken", "slow")) if bad else "good"
         for slot in range(self.options.slots):
-            self._add_host(f"n{self._nodes}", slot)
+            self.add_host(f"n{self._nodes}", slot)
 
-    def _add_host(self, node: str, slot: int) -> None:
+    def add_host(self, node: str, slot: int) -> None:
         self._incarnations += 1
         host = SimHost(world=self, node=node, slot=slot, incarnation=self._incarnations)
         host.order_at_s = self.clock.now_s()
         self.hosts.append(host)
         self.after(self.draw(0.1, 1.0), host.report)
-        self.after(self.draw(1.0, 6.0), self._warm, host)
+        self.after(self.draw(1.0, 6.0), self.warm, host)
         self.after(0.5, self._beat, host)
 
-    def _warm(self, host: SimHost) -> None:
-        host.ready = True
+    def warm(self, host: SimHost) -> None:
+        """Its template is up; it takes part once its node is checked."""
+        host.up = True
+        if host.check is None and self.config.admission.enabled:
+            host.examine()
         host.report()
 
     def _beat(self, host: SimHost) -> None:
@@ -172,14 +183,14 @@ class World:
         """An evicted host forgets everything and comes back as a new one."""
         if host.alive:
             host.alive = False
-            self._add_host(host.node, host.slot)
+            self.add_host(host.node, host.slot)
 
     def kill_host(self, host: SimHost) -> None:
         host.alive = False
         self.cluster.closed(host)
-        self._peers_notice(host)
+        self.peers_notice(host)
 
-    def _peers_notice(self, host: SimHost) -> None:
+    def peers_notice(self, host: SimHost) -> None:
         """A closed connection wakes the other ranks of the generation."""
         trainer = host.trainer
         if trainer is None or (trainer.exit and trainer.exit.kind in ("paused", "done")):
@@ -319,87 +330,13 @@ class World:
     # ------------------------------------------------------------ faults
 
     def _fault(self) -> None:
-        if not self.faults_on:
-            return
-        kind = self.rng.choice(self.options.faults)
-        getattr(self, f"_{kind}")()
-        self.after(self.draw(0.2, 2.0) * self.options.fault_every_s, self._fault)
+        if self.faults_on:
+            KINDS[self.rng.choice(self.options.faults)](self)
+            self.after(self.draw(0.2, 2.0) * self.options.fault_every_s, self._fault)
 
-    def _alive(self) -> list[SimHost]:
+    def up(self) -> list[SimHost]:
+        """Hosts that live and are not frozen."""
         return [host for host in self.hosts if host.alive and not host.frozen]
-
-    def _kill_trainer(self) -> None:
-        running = [h for h in self._alive() if h.trainer and not h.trainer.exit]
-        if running:
-            host = self.rng.choice(running)
-            host.stop_trainer(Exit(kind="lost", step=host.trainer.step, signal=9))  # type: ignore[union-attr]
-            self._peers_notice(host)
-
-    def _kill_host(self) -> None:
-        if alive := self._alive():
-            host = self.rng.choice(alive)
-            self.kill_host(host)
-            self.after(self.draw(2.0, 8.0), self._add_host, host.node, host.slot)
-
-    def _kill_node(self) -> None:
-        if alive := self._alive():
-            node = self.rng.choice(alive).node
-            for host in [h for h in alive if h.node == node]:
-                self.kill_host(host)
-            self.after(self.draw(2.0, 30.0), self.add_node)
-
-    def _freeze(self, hosts: list[SimHost]) -> None:
-        for host in hosts:
-            host.frozen = True
-            self.after(self.draw(0.5, 20.0), self._thaw, host)
-
-    def _thaw(self, host: SimHost) -> None:
-        host.frozen = False
-        if host.alive:
-            host.check_lease()
-            host.report()
-
-    def _freeze_host(self) -> None:
-        if alive := self._alive():
-            self._freeze([self.rng.choice(alive)])
-
-    def _freeze_node(self) -> None:
-        if alive := self._alive():
-            node = self.rng.choice(alive).node
-            self._freeze([h for h in alive if h.node == node])
-
-    def _add_node(self) -> None:
-        if len(self._alive()) < self.config.hosts_max + 3:
-            self.add_node()
-
-    def _restart_coordinator(self) -> None:
-        """Killed at any moment, back in a moment: its state is the journal's fold."""
-        self.cluster.lost_with_coordinator()
-        state = replay(self.entries(), self.config)
-        assert state == self.driver.state, "replay differs from the live state"
-        self.driver = self._driver(state)
-        self.driver.take(events.CoordinatorRestarted())
-        self.restarts += 1
-
-    def _kill_template(self) -> None:
-        if alive := self._alive():
-            host = self.rng.choice(alive)
-            host.ready = False
-            if host.trainer and not host.trainer.exit:
-                host.stop_trainer(Exit(kind="lost", step=host.trainer.step, signal=9))
-                self._peers_notice(host)
-            self.after(self.draw(1.0, 6.0), self._warm, host)
-
-    def _quarantine(self) -> None:
-        nodes = sorted({host.node for host in self._alive()})
-        if nodes:
-            node = self.rng.choice(nodes)
-            self.driver.take(events.NodeQuarantined(node=node, why="drawn"))
-            self.after(self.draw(5.0, 30.0), lambda: self.driver.take(events.NodeReleased(node=node, why="drawn")))
-
-    def _two_at_once(self) -> None:
-        for kind in self.rng.sample(("kill_trainer", "kill_host", "kill_node", "kill_template"), 2):
-            getattr(self, f"_{kind}")()
 
     def heal(self) -> None:
         """Faults end; every node is let back in and enough hosts are up."""
@@ -407,8 +344,11 @@ class World:
         self.options = Options(**{**self.options.__dict__, "loss": 0.0, "commit_failure": 0.0})
         for host in self.hosts:
             if host.frozen:
-                self._thaw(host)
+                thaw(self, host)
         for node in list(self.driver.state.quarantined):
             self.driver.take(events.NodeReleased(node=node, why="healed"))
-        while len(self._alive()) < self.config.hosts_min:
+        self.driver.take(events.ResumeRequested(who="sim", why="healed"))
+        self.driver.take(events.ResizeRequested(nodes=None, hosts=None, who="sim", why="healed"))
+        self.cut.clear()
+        while sum(self.quality[host.node] in ("good", "slow") for host in self.up()) < self.config.hosts_min:
             self.add_node()

@@ -44,6 +44,22 @@ def test_damage_of_the_tail_is_a_shorter_prefix(at: int, flip: int) -> None:
     assert len(found) < len(ENTRIES)
 
 
+@pytest.mark.parametrize(
+    ("schema", "next_"), [(journal.SCHEMA + 1, "upgrade elastic"), (0, "use the elastic that wrote it")]
+)
+def test_another_schema_is_refused_with_a_sentence(schema: int, next_: str) -> None:
+    data = DATA + journal.encode({"schema": schema, "t": 4.0})
+    with pytest.raises(journal.JournalError, match=f"line 4 has schema {schema}, this elastic reads 1.*{next_}"):
+        list(journal.read(data))
+
+
+def test_a_tail_leaves_out_what_was_before_its_time(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    tail = journal.Tail(path, since_s=2.0)
+    path.write_bytes(DATA)
+    assert tail.read() == ENTRIES[1:] and tail.read() == []
+
+
 def test_append_cuts_the_torn_tail(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(DATA + b"0000")

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from elastic.config import Optimizer
 from elastic.data.loader import MicroBatch
 from elastic.data.order import digest
-from elastic.worker.step import Step, Word, learning_rate, limbs_of, random_seed, scale, squared_norm
+from elastic.worker.step import Step, Word, limbs_of, random_seed, scale, squared_norm, warmup_cosine
 
 
 def test_the_rate_warms_up_to_the_peak_and_ends_at_the_floor() -> None:
-    optimizer = Optimizer(lr=1.0, lr_min_ratio=0.1, warmup_steps=4)
-    rates = [learning_rate(optimizer, 100, step) for step in range(101)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[4] == 1.0
-    assert rates[100] == pytest.approx(0.1)
-    assert rates[4:] == sorted(rates[4:], reverse=True)
+    optimizer = Optimizer(lr_min_ratio=0.1, warmup_steps=4)
+    factors = [warmup_cosine(optimizer, 100, step) for step in range(101)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[100] == pytest.approx(0.1)
+    assert factors[4:] == sorted(factors[4:], reverse=True)
 
 
 def test_the_rate_without_warm_up_starts_at_the_peak() -> None:
-    assert learning_rate(Optimizer(lr=2.0, warmup_steps=0), 10, 0) == 2.0
+    assert warmup_cosine(Optimizer(warmup_steps=0), 10, 0) == 1.0
 
 
 def test_seeds_differ_by_each_of_their_parts() -> None:
@@ -120,3 +120,37 @@ def test_a_forgotten_backward_pass_is_an_error_in_the_task() -> None:
         pass
     with pytest.raises(RuntimeError, match="0 backward passes for 2 micro-batches"):
         step.own_word([], stop=False, snapshot=False)
+
+
+def test_reports_are_weighted_by_the_targets_of_their_micro_batch() -> None:
+    step, weight = _step([])
+    for number, _ in enumerate(step.micro_batches()):
+        step.backward(weight.sum())
+        step.report({"b": float(number), "a": torch.tensor(4.0)})
+        step.report({"b": 10.0 * number})  # the later one counts
+    step.report({"whole": 2.5})
+    own = step.own_word([], stop=False, snapshot=False)
+    assert step.metrics(own, own, world=1) == {"a": 4.0, "b": 5.0, "whole": 2.5}
+    with pytest.raises(RuntimeError, match="every rank must report the same"):
+        step.metrics(own, own, world=2)
+    step.report({f"m{number}": 0.0 for number in range(8)})
+    with pytest.raises(RuntimeError, match="11 metrics, at most 8"):
+        step.own_word([], stop=False, snapshot=False)
+
+
+def test_the_update_runs_once_and_ends_the_reports() -> None:
+    step, _ = _step([])
+    ended: list[Step] = []
+
+    def end(step: Step) -> tuple[Word, float]:
+        ended.append(step)
+        return _word(loss=6.0, tokens=4.0), 1.0
+
+    step._end = end
+    with pytest.raises(RuntimeError, match=r"only after step\.update"):
+        _ = step.loss
+    step.update()
+    step.update()
+    assert ended == [step] and step.loss == 1.5
+    with pytest.raises(RuntimeError, match="report before"):
+        step.report({"a": 1.0})

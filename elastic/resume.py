@@ -1,0 +1,298 @@
+"""From what a run goes on, and whether its configuration may: decided before anything starts, and told.
+
+The same decision is made by the command line, for its sentences, and by the coordinator, which claims it in the commit
+log. `bring` begins a run with another run's checkpoint.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import ValidationError
+
+from elastic import segments
+from elastic.checkpoint.errors import ObjectMissing
+from elastic.checkpoint.log import SEED, CommitLog, Entry
+from elastic.checkpoint.manifest import Manifest, ShardRecord, check_present
+from elastic.checkpoint.shard import of_object, table_object
+from elastic.checkpoint.store import Store, open_store
+from elastic.config import Config, ConfigError, Model
+from elastic.model.shape import tensor_sizes
+from elastic.telemetry.lineage import lineage
+
+# What may differ between the attempts of a run. The rest is what is computed; a new key is that until it stands here.
+SAFE = (
+    "run",
+    "storage",
+    "hosts_min",
+    "hosts_max",
+    "use_gpu",
+    "task_path",  # directories of this machine
+    "sizes",  # they follow from the task, or are room
+    "warm_standby",
+    "max_failures",
+    "schedule",
+    "batch.micro_samples",
+    "data.prepared",  # a place; what lies there is known by its fingerprint
+    "evaluation",
+    "snapshot",
+    "checkpoint",
+    "control",
+    "policies",
+    "admission",
+    "local",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """What was asked. point: auto, never, a step, or another run (name, directory, URL). allowed: keys that may have
+    changed though they are not SAFE; a section's name allows all its keys, "all" every one."""
+
+    point: str = "auto"
+    allowed: tuple[str, ...] = ()
+
+    def allows(self, key: str) -> bool:
+        return any(given == "all" or key == given or key.startswith(f"{given}.") for given in self.allowed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where the attempt begins. `origin`: "from ...", and why from nothing newer. `step`: 0 from the seed. `base`: the
+    log entry to go back to, None: the newest. `other`: the run whose checkpoint is to be brought here first."""
+
+    origin: str
+    step: int = 0
+    base: int | None = None
+    other: str = ""
+    changes: tuple[str, ...] = ()
+
+
+def choose(config: Config, asked: Resume) -> Start:
+    """ConfigError: the run, the step or the other run does not fit what was asked, or a change is not allowed."""
+    run_dir = config.run_dir()
+    if asked.point == "auto" or asked.point.isdecimal():
+        return _go_on(config, asked)
+    if exists(run_dir):
+        wanted = "only a new run can begin" if asked.point == "never" else f"it can't begin from {asked.point}"
+        raise ConfigError(
+            f"--resume {asked.point}: {run_dir} holds a run already, so {wanted}; "
+            f"give this one another name (--set run=NAME), or go on with it (--resume auto)"
+        )
+    if asked.point == "never":
+        return Start(origin="from the seed")
+    return _begin_from(config, asked)
+
+
+def exists(run_dir: Path) -> bool:
+    """Has a run of this name begun? Prepared objects without a log entry are no run."""
+    store = open_store(str(run_dir))
+    return bool(store.list("log/") or store.list("journal/")) or (run_dir / segments.FILE).exists()
+
+
+# ---------------------------------------------------------------- this run
+
+
+def _go_on(config: Config, asked: Resume) -> Start:
+    store, damaged = open_store(str(config.run_dir())), list[str]()
+    log = CommitLog(store, damaged.append)
+    entry = log.newest_entry() if asked.point == "auto" else _of_step(config, log, int(asked.point))
+    if entry is None:
+        why = ["no earlier attempt committed a checkpoint"] if exists(config.run_dir()) else []
+        return Start(origin="; ".join(["from the seed", *damaged, *why]))
+    manifest = _manifest(entry)
+    changes = _check(config, manifest, saved_config(store), asked)
+    other = f" of run {manifest.run}" if manifest.run != config.run else ""
+    told = f"from the checkpoint of step {manifest.key.step}{other} (log entry {entry.number}, attempt {entry.attempt})"
+    newer = _why_not_newer(config, log, entry) if asked.point == "auto" else _given_up(log, entry)
+    base = None if asked.point == "auto" else entry.number
+    return Start(origin="; ".join([told, *damaged, *newer]), step=manifest.key.step, base=base, changes=changes)
+
+
+def _of_step(config: Config, log: CommitLog, step: int) -> Entry:
+    """The checkpoint of `step`, rather on the run's line than off it."""
+    alive, line = log.checkpoints(), {entry.number for entry in log.line()}
+    found = [entry for entry in alive if _manifest(entry).key.step == step]
+    if not found:
+        raise ConfigError(
+            f"--resume {step}: run {config.run} has no checkpoint of step {step}; it has those of steps "
+            f"{_steps(alive)} (checkpoint.keep is {config.checkpoint.keep})"
+        )
+    return max(found, key=lambda entry: (entry.number in line, entry.number))
+
+
+def _why_not_newer(config: Config, log: CommitLog, entry: Entry) -> Iterator[str]:
+    line = {other.number for other in log.line()}
+    if left := [other for other in log.checkpoints() if other.number > entry.number and other.number not in line]:
+        yield f"the run went back from its checkpoints of steps {_steps(left)}"
+    records = lineage(segments.entries(config.run_dir()))
+    if records and records[-1]["attempt"] >= _went_back(log) and records[-1]["step"] > _manifest(entry).key.step:
+        last = records[-1]["step"]
+        yield f"step {last} was the last completed, its state was only in the memory of hosts that are gone"
+
+
+def _went_back(log: CommitLog) -> int:
+    """The last attempt that did not start from the newest checkpoint before it: what older ones did is undone."""
+    newest = last = 0
+    for entry in log.entries():
+        if entry.manifest is not None:
+            newest = entry.number
+        elif SEED <= entry.base < newest:
+            last = entry.attempt
+    return last
+
+
+def _given_up(log: CommitLog, entry: Entry) -> Iterator[str]:
+    if left := [other for other in reversed(log.line()) if other.number > entry.number]:
+        yield f"its checkpoints of steps {_steps(left)} are given up, and deleted with the next one"
+
+
+def _steps(entries: Sequence[Entry]) -> str:
+    return ", ".join(str(_manifest(entry).key.step) for entry in entries) or "none"
+
+
+def _manifest(entry: Entry) -> Manifest:
+    assert entry.manifest is not None, entry
+    return entry.manifest
+
+
+# ---------------------------------------------------------------- another run
+
+
+def _begin_from(config: Config, asked: Resume) -> Start:
+    where = _locate(config, asked.point)
+    store = open_store(where)
+    entry = CommitLog(store).newest_entry()
+    if entry is None:
+        raise ConfigError(f"--resume {asked.point}: {where} has no checkpoint; give a run that has one")
+    manifest = _manifest(entry)
+    return Start(
+        origin=f"from step {manifest.key.step} of run {manifest.run} ({where}, log entry {entry.number})",
+        step=manifest.key.step,
+        other=where,
+        changes=_check(config, manifest, saved_config(store), asked),
+    )
+
+
+def _locate(config: Config, point: str) -> str:
+    """The other run's storage: a URL, a directory, or a run's name beside this one."""
+    if "://" in point:
+        return point
+    for directory in (Path(point), Path(config.storage) / point):
+        if (directory / "log").is_dir():
+            return str(directory)
+    there = [path.parent.name for path in Path(config.storage).glob("*/log")]
+    close = difflib.get_close_matches(point, there, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"runs in {config.storage}: {', '.join(sorted(there)) or 'none'}"
+    raise ConfigError(f"--resume {point!r}: wanted auto, never, a step, or a run's name, directory or URL; {hint}")
+
+
+def settle(config: Config, asked: Resume, start: Start) -> Resume:
+    """Brings the other run's checkpoint here, where that was chosen. Returns what is left to ask the coordinator."""
+    if not start.other:
+        return asked
+    bring(config, start)
+    return replace(asked, point="auto")
+
+
+def bring(config: Config, start: Start) -> None:
+    """Copy the other run's newest checkpoint, verified, and make it the first entry of this run's log, its
+    configuration what this one is compared with. Killed at any moment and called again it does the same: without that
+    entry this run does not exist."""
+    source, target = open_store(start.other), open_store(str(config.run_dir()))
+    manifest = CommitLog(source).newest()
+    assert manifest is not None, start
+    folder = f"data/1-{manifest.key.generation}-{manifest.key.step}"
+    records = []
+    for record in manifest.shards:
+        name = f"{folder}/{record.rank}.bin"
+        table, data = source.get(table_object(record.object)), source.get(record.object)
+        shard = of_object(table, name=table_object(record.object))
+        shard.verify(np.frombuffer(data, dtype=np.uint8), [(0, shard.nbytes)], where=record.object)
+        target.put(name, data)
+        target.put(table_object(name), table)
+        records.append(
+            ShardRecord(rank=record.rank, object=name, nbytes=record.nbytes, table_sha256=record.table_sha256)
+        )
+    brought = replace(manifest, shards=tuple(records), retired=())
+    check_present(target, brought)
+    if saved := saved_config(source):
+        target.put(_config_object(None), yaml.safe_dump(saved, sort_keys=False).encode())
+    CommitLog(target).commit(1, brought)
+
+
+# ---------------------------------------------------------------- its configuration
+
+
+def save_config(config: Config, store: Store, *, attempt: int | None = None) -> None:
+    """What `attempt` computes, for the proof of its samples; None: what the next attempt is compared with."""
+    store.put(_config_object(attempt), yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode())
+
+
+def saved_config(store: Store, *, attempt: int | None = None) -> dict[str, Any]:
+    """The inverse, as plain values; empty where it is not known (an older elastic did not save it by attempt)."""
+    try:
+        return dict(yaml.safe_load(store.get(_config_object(attempt))))
+    except ObjectMissing:
+        return {}
+
+
+def _config_object(attempt: int | None) -> str:
+    return "config.yaml" if attempt is None else f"config/{attempt:08d}.yaml"
+
+
+def _check(config: Config, manifest: Manifest, saved: Mapping[str, Any], asked: Resume) -> tuple[str, ...]:
+    """The changes that were made and allowed. ConfigError: one line for each that is not, or can't be."""
+    problems, allowed = [], []
+    step = manifest.key.step
+    if step > config.steps:
+        problems.append(f"steps {config.steps} is below {step}, where the run goes on; raise it, or --resume a STEP")
+    for key, (before, now) in _changes(saved, config).items():
+        if asked.allows(key):
+            allowed.append(f"{key} {before} -> {now}")
+        else:
+            problems.append(
+                f"{key} is {now}, the checkpoint of step {step} was trained with {before}: that changes what is "
+                f"computed; keep it, name a new run (--set run=NAME), or give --allow-change {key}"
+            )
+    sizes, wanted = _sizes(saved), _sizes(config.model_dump())
+    if saved and sizes and wanted and sizes != wanted:
+        unlike = ", ".join(f"{name} {size} -> {wanted[name]}" for name, size in sizes.items() if size != wanted[name])
+        problems = [f"the checkpoint of step {step} can't be read into another model ({unlike}); name a new run"]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tuple(allowed)
+
+
+def _changes(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """(before, now) by key, of all that is not SAFE. What a saved file of another version lacks had the default."""
+    if not saved:
+        return {}
+    before = {**_flat(Config().model_dump(mode="json")), **_flat(saved)}
+    now = _flat(config.model_dump(mode="json"))
+    safe = Resume(allowed=SAFE)
+    return {key: (before[key], now[key]) for key in now if before[key] != now[key] and not safe.allows(key)}
+
+
+def _flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{section}{name}.") if isinstance(value, Mapping) else {section + name: value}
+    return found
+
+
+def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of the built-in model must agree on; empty for other tasks and files not understood."""
+    if raw.get("task") != Config().task:
+        return {}
+    try:
+        model = Model.model_validate(raw["model"])
+    except (ValidationError, KeyError):
+        return {}
+    return {**tensor_sizes(model), "bits": 64 if raw.get("precision") == "float64" else 32}

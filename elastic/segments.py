@@ -1,0 +1,187 @@
+"""The journal in the run's storage: immutable copies of stretches of the local file, so that a lost head loses seconds.
+
+`journal/<attempt>-<number>.jsonl` holds whole lines as they are in the file; an attempt's segments, joined, are the
+beginning of its lines. So where file and storage differ, each attempt's longer copy is the right one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.store import Store, open_store
+from elastic.telemetry import journal
+
+FILE = "journal.jsonl"
+SEAL_EVERY_S = 5.0
+SEGMENT_BYTES_MAX = 4 << 20
+
+STARTED = b'"kind":"RunStarted"'  # as journal.encode writes it; within a text the quotes would be escaped
+
+logger = logging.getLogger(__name__)
+
+
+def exist(run_dir: Path) -> bool:
+    """Is there a journal, as a file or in segments?"""
+    return (run_dir / FILE).exists() or bool(open_store(str(run_dir)).list("journal/"))
+
+
+def entries(run_dir: Path) -> list[dict[str, Any]]:
+    """The run's journal, from its file and its segments, whichever knows more of each attempt."""
+    merged = _merged(_by_attempt(run_dir / FILE), open_store(str(run_dir)))
+    return list(journal.read(b"".join(merged.values()), str(run_dir / FILE)))
+
+
+def recover(path: Path, store: Store) -> bool:
+    """Bring the file up to what storage holds. True: it lacked lines, so the very last ones may be lost for ever."""
+    here = _by_attempt(path)
+    there = _merged(here, store)
+    if there == here:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_bytes(b"".join(there.values()))
+    os.replace(aside, path)
+    return True
+
+
+def _by_attempt(path: Path) -> dict[int, bytes]:
+    """The file's lines by the attempt that wrote them, in order, without what has no end. Only first lines are read."""
+    data = path.read_bytes() if path.exists() else b""
+    data = data[: data.rfind(b"\n") + 1]
+    starts, attempts = [0], [0]
+    at = data.find(STARTED)
+    while at >= 0:
+        start = data.rfind(b"\n", 0, at) + 1
+        entry = journal.decode(data[start : data.index(b"\n", at) + 1])
+        if entry is not None:
+            starts.append(start)
+            attempts.append(entry["event"]["attempt"])
+        at = data.find(STARTED, at + 1)
+    parts = {a: data[start:stop] for a, start, stop in zip(attempts, starts, [*starts[1:], len(data)])}
+    return {attempt: lines for attempt, lines in parts.items() if lines}
+
+
+def _merged(here: dict[int, bytes], store: Store) -> dict[int, bytes]:
+    found = dict(here)
+    for attempt, sizes in _sealed(store).items():
+        if sum(sizes.values()) > len(here.get(attempt, b"")):
+            found[attempt] = b"".join(store.get(_name(attempt, number)) for number in sorted(sizes))
+    return dict(sorted(found.items()))
+
+
+def _sealed(store: Store) -> dict[int, dict[int, int]]:
+    """Bytes of each segment by attempt and number."""
+    found: dict[int, dict[int, int]] = {}
+    for key, nbytes in store.list("journal/").items():
+        attempt, _, number = key.removeprefix("journal/").removesuffix(".jsonl").partition("-")
+        if attempt.isdecimal() and number.isdecimal() and key == _name(int(attempt), int(number)):
+            found.setdefault(int(attempt), {})[int(number)] = nbytes
+    return found
+
+
+def _name(attempt: int, number: int) -> str:
+    return f"journal/{attempt:05d}-{number:08d}.jsonl"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stretch:
+    """Bytes [at, stop) of the file (None: as far as it grows) go to storage as segments `number`, `number` + 1, ..."""
+
+    attempt: int
+    number: int
+    at: int
+    stop: int | None
+
+
+class Sealer:
+    """Copies the file's lines to storage, every few seconds in its own thread and whenever `seal` is called.
+
+    What earlier attempts could not seal any more goes first. The file is the buffer, so a store that is down costs
+    neither memory nor the driver's time. `path` must have been through `recover`.
+    """
+
+    def __init__(self, path: Path, store: Store, *, attempt: int, every_s: float = SEAL_EVERY_S) -> None:
+        self._path, self._store, self._every_s = path, store, every_s
+        self._lock = threading.Lock()
+        self._stretches = _unsealed(path, store, attempt)
+        self._failing = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="sealer", daemon=True)
+        self._thread.start()
+
+    def seal(self) -> None:
+        """All lines that the file holds now are in storage on return. CheckpointError: storage refuses them."""
+        with self._lock:
+            size = self._path.stat().st_size if self._path.exists() else 0
+            while self._stretches:
+                stretch = self._stretches[0]
+                data = self._read(stretch) if stretch.at < size else b""
+                if data:
+                    stretch.at += self._put(_name(stretch.attempt, stretch.number), data)
+                    stretch.number += 1
+                elif stretch.stop is None:
+                    return
+                else:
+                    self._stretches.pop(0)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Seals what is left, if storage takes it within the limit."""
+        self._closed.set()
+        self._thread.join(timeout_s)
+
+    def _read(self, stretch: _Stretch) -> bytes:
+        """Whole lines, at least one if there is one, at most about SEGMENT_BYTES_MAX."""
+        most = SEGMENT_BYTES_MAX if stretch.stop is None else min(SEGMENT_BYTES_MAX, stretch.stop - stretch.at)
+        with self._path.open("rb") as file:
+            file.seek(stretch.at)
+            data = file.read(most)
+            if data and not data.endswith(b"\n"):
+                data += file.readline()
+        return data[: data.rfind(b"\n") + 1]
+
+    def _put(self, name: str, data: bytes) -> int:
+        """How many of the bytes are in storage now."""
+        if self._store.put_if_absent(name, data):
+            return len(data)
+        there = self._store.get(name)
+        if data.startswith(there):
+            return len(there)  # an earlier try had arrived
+        raise CheckpointError(
+            f"{name} holds other lines than {self._path}: another coordinator writes as this attempt; end one of them"
+        )
+
+    def _work(self) -> None:
+        while not self._closed.wait(self._every_s):
+            self._try()
+        self._try()
+
+    def _try(self) -> None:
+        try:
+            self.seal()
+            self._failing = False
+        except (CheckpointError, OSError) as error:  # tried again; the file has all of it
+            if not self._failing:
+                logger.warning("the journal can't be copied to the run's storage: %s", error)
+            self._failing = True
+
+
+def _unsealed(path: Path, store: Store, attempt: int) -> list[_Stretch]:
+    """What of the file is not in storage, by attempt; the last one is open, for `attempt`."""
+    sealed, here = _sealed(store), _by_attempt(path)
+    here.setdefault(attempt, b"")
+    found, at = [], 0
+    for writer, lines in here.items():
+        sizes, stop = sealed.get(writer, {}), at + len(lines)
+        stretch = _Stretch(attempt=writer, number=1 + max(sizes, default=0), at=at + sum(sizes.values()), stop=stop)
+        if writer == attempt:
+            found.append(replace(stretch, stop=None))
+        elif stretch.at < stop:
+            found.append(stretch)
+        at = stop
+    return found
