@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -32,7 +33,7 @@ HEALTH_CHECK = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-# In the session directory, with the driver's pid: who starts nodes later removes it if that driver is dead.
+# In the session directory, with the driver's node and pid: who starts nodes later removes it if that driver is dead.
 DRIVER_MARK = "elastic-driver"
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; nothing large goes through it
 SIGNAL_TIMEOUT_S = 10.0
@@ -85,7 +86,7 @@ class LocalNodes:
             _system_config=self._health_check,
         )
         for session in ray_private.sessions_of(os.getpid()) - self._before[1]:
-            (session / DRIVER_MARK).write_text(str(os.getpid()))
+            (session / DRIVER_MARK).write_text(f"{socket.gethostname()} {os.getpid()}")
         _remove_sessions_of_the_dead()
         for _ in range(self._nodes):
             self._add_node(wait=False)
@@ -178,8 +179,12 @@ class LocalNodes:
 
 def _remove_sessions_of_the_dead() -> None:
     for session in ray_private.sessions_of(None):
-        mark = session / DRIVER_MARK
-        if mark.exists() and not Path(f"/proc/{mark.read_text()}").exists():
+        try:
+            name, _, pid = (session / DRIVER_MARK).read_text().partition(" ")
+        except FileNotFoundError:
+            continue  # not ours, or left on purpose
+        # The name, because containers with one /tmp number their processes each by itself.
+        if name == socket.gethostname() and not Path(f"/proc/{pid}").exists():
             print(f"removed {session}, which a driver left when it was killed", file=sys.stderr)
             shutil.rmtree(session, ignore_errors=True)
 

@@ -10,11 +10,11 @@ from elastic.cluster.ladder import Ladder
 
 
 def main() -> None:
-    child = subprocess.Popen(["sleep", "600"])
+    child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
     with Ladder() as ladder:
         ladder.gentle = len(sys.argv) > 1
-        print(child.pid, flush=True)
         try:
+            print(child.pid, flush=True)  # from here on signals may come
             while not ladder.asked:
                 time.sleep(0.01)
             print("asked", flush=True)
