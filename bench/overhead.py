@@ -8,7 +8,6 @@ speed drifts). Prints both, the seconds from `elastic train` to the first step, 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -23,6 +22,7 @@ import ray
 import yaml
 
 from bench.overhead_plain import PlainRanks
+from bench.result import show
 from elastic.cluster import coordinator, session
 from elastic.cluster.ray_nodes import LocalNodes
 from elastic.config import Config, load
@@ -154,10 +154,7 @@ def main() -> None:
         shutil.rmtree(storage / "first-step")
     values = {"first_step_s": statistics.median(starts), **measure_rounds(storage, given.rounds, given.steps)}
     shutil.rmtree(storage)
-    for key, value in values.items():
-        goal = f"  (goal at most {GOALS[key]})" if key in GOALS else ""
-        print(f"{key:16} {value:10.3f}{goal}")
-    print(json.dumps({"bench": "overhead", "metrics": {key: round(value, 4) for key, value in values.items()}}))
+    show("overhead", values, GOALS)
 
 
 if __name__ == "__main__":

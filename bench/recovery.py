@@ -8,7 +8,6 @@ rank, redone or not; the first step beyond the highest before is printed too.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.recovery_stock import ROWS, SEQ_LEN, Kind, measure_stock
+from bench.result import show
 from elastic.chaos.faults import Fault
 from elastic.chaos.inject import Injector
 from elastic.clock import RealClock
@@ -195,10 +195,7 @@ def main() -> None:
             for tuned, suffix in ((False, ""), (True, "_tuned")):
                 values[f"stock_{kind}{suffix}_s"] = peers[kind, tuned]  # type: ignore[index]  # both literals
                 values[f"{name}_ratio{suffix}"] = peers[kind, tuned] / values[f"{name}_s"]  # type: ignore[index]
-    for key, value in values.items():
-        goal = f"  (goal {GOALS[key]})" if key in GOALS else ""
-        print(f"{key:28} {value:10.2f}{goal}")
-    print(json.dumps({"bench": "recovery", "metrics": {key: round(value, 4) for key, value in values.items()}}))
+    show("recovery", values, GOALS)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.config import Config, ConfigError, ElasticError, TaskError, json_schema, load, resolve
-from elastic.config_live import setting_of
+from elastic.config_text import setting
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_RESOURCES, EXIT_USER_CODE, EXIT_BUDGET, EXIT_INTERRUPTED = (
     0,
@@ -190,12 +190,13 @@ def _train(parsed: argparse.Namespace) -> int:
 def _checked(parsed: argparse.Namespace) -> Config:
     """The job's configuration, its task found, held against this machine too where its nodes will be here."""
     from elastic import preflight
+    from elastic.cluster import memory
     from elastic.worker.task import located
 
     config, text = resolve(parsed.job, tuple(parsed.overrides))
     config = located(config)
     if parsed.address is None:
-        preflight.check_machine(config, text, memory_bytes=preflight.memory_bytes())
+        preflight.check_machine(config, text, memory_bytes=memory.total_bytes())
     return config
 
 
@@ -274,12 +275,19 @@ def _status(parsed: argparse.Namespace) -> int:
 def _order(parsed: argparse.Namespace) -> int:
     given = {name: getattr(parsed, name) for name in ("node", "nodes", "hosts") if hasattr(parsed, name)}
     if parsed.kind == "set":
-        given["key"], given["value"] = setting_of(parsed.setting)
+        given["key"], given["value"] = _setting(parsed.setting)
     _set_ray_environment()
     from elastic.cluster import control
 
     print(control.order(parsed.run, parsed.address, parsed.kind, parsed.why, given))
     return EXIT_DONE
+
+
+def _setting(argument: str) -> tuple[str, Any]:
+    try:
+        return setting(argument)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _logs(parsed: argparse.Namespace) -> int:

@@ -181,7 +181,7 @@ class Admission(Section):
     enabled: bool = True
     memory_spare_bytes: int = Field(256 << 20, ge=0)
     disk_free_bytes_min: int = Field(256 << 20, ge=0)
-    slow: Literal["off", "observe", "act"] = "observe"
+    slow: Policy = "observe"
     slow_ratio: float = Field(0.5, gt=0, lt=1)
     clock_offset_s_max: float = Field(2.0, gt=0)
     device_timeout_s: int = Field(30, ge=1)
@@ -218,11 +218,14 @@ class Resize(Section):
     hosts: int = Field(ge=1)
 
 
+BUILT_IN_TASK = "elastic.worker.pretrain:LanguageModel"
+
+
 class Config(Section):
     """One run. `task`: "module:Name" or "file.py:Name"; `task_path`: directories to import it from, before others."""
 
     run: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    task: str = "elastic.worker.pretrain:LanguageModel"
+    task: str = BUILT_IN_TASK
     task_path: tuple[str, ...] = ()
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1)
@@ -269,6 +272,11 @@ class Config(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the task is the built-in one; of another the sizes are not known before it is built."""
+        return self.task == BUILT_IN_TASK
 
     def run_dir(self) -> Path:
         return Path(self.storage) / self.run

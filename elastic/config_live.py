@@ -6,8 +6,6 @@ import difflib
 from functools import lru_cache
 from typing import Any
 
-import yaml
-
 from elastic.config import Config, ConfigError, Policies, parse
 
 # What may change in a running attempt: what the controller alone reads, at each decision.
@@ -42,14 +40,3 @@ def with_settings(config: Config, settings: tuple[tuple[str, Any], ...]) -> Conf
         section, name = key.split(".")
         raw[section][name] = value
     return parse(raw, source="set")
-
-
-def setting_of(text: str) -> tuple[str, Any]:
-    """(key, value) of KEY=VALUE; the value is YAML."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"{text!r}: wanted KEY=VALUE, for example steps=100")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{text!r}: the value is not YAML: {error}") from error

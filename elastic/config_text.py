@@ -53,12 +53,13 @@ def read(text: str, name: str) -> Text:
 
 def override(text: Text, argument: str) -> None:
     """Apply one `--set` argument, KEY=VALUE with a YAML value, over what was said before."""
-    key, equals, value = argument.partition("=")
-    *parents, leaf = path = tuple(key.split("."))
     origin = f"--set {argument}"
-    if not equals or not all(path):
-        text.problems.append(f"--set {argument!r}: wanted KEY=VALUE, for example --set steps=100")
+    try:
+        key, value = setting(argument)
+    except ValueError as error:
+        text.problems.append(f"--set {error}")
         return
+    *parents, leaf = path = tuple(key.split("."))
     section = text.values
     for depth, parent in enumerate(parents, 1):
         section = section.setdefault(parent, {})
@@ -66,11 +67,19 @@ def override(text: Text, argument: str) -> None:
         if not isinstance(section, dict):
             text.problems.append(f"{origin}: {'.'.join(path[:depth])} is {_kind(section)}, not a section")
             return
+    section[leaf] = value
+    text.origins[path] = origin
+
+
+def setting(argument: str) -> tuple[str, Any]:
+    """(key, value) of KEY=VALUE, where the value is YAML. ValueError: it is not that, in a sentence."""
+    key, equals, value = argument.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ValueError(f"{argument!r}: wanted KEY=VALUE, for example steps=100")
     try:
-        section[leaf] = yaml.safe_load(value)
-        text.origins[path] = origin
-    except (yaml.YAMLError, ValueError):
-        text.problems.append(f"{origin}: {value!r} is no YAML value; quote it, such as --set '{key}=\"...\"'")
+        return key, yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{argument!r}: {value!r} is no YAML value; quote it, such as '{key}=\"...\"'") from error
 
 
 def _locate(node: yaml.Node, key: Key, found: Text, seen: set[int]) -> None:

@@ -5,8 +5,6 @@ Needs neither torch nor Ray. Gives lines; the command line prints them.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import yaml
 
 from elastic.config import Config, ConfigError
@@ -51,7 +49,7 @@ def check_machine(config: Config, text: Text, *, memory_bytes: int) -> None:
             "give the --address of a cluster"
         )
     need = arenas_bytes(config, shard_bytes(config), hosts=slots)
-    if is_built_in(config) and need > memory_bytes:
+    if config.is_built_in and need > memory_bytes:
         problems.append(
             f"{text.origin(('model',))}: model needs {need / GIB:.1f} GiB for the snapshots of {slots} hosts, with "
             f"shards as large as in a world of hosts_min {config.hosts_min}; this machine has "
@@ -61,32 +59,12 @@ def check_machine(config: Config, text: Text, *, memory_bytes: int) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def is_built_in(config: Config) -> bool:
-    """Another task's parameters are not known before it is built."""
-    return config.task == Config().task
-
-
-def memory_bytes() -> int:
-    """What processes may use here: the machine's memory, or less where the control group has a limit."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    limits = [int(meminfo["MemTotal"].split()[0]) * 1024]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        root = Path("/sys/fs/cgroup") / controllers
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            for folder in (root / group.lstrip("/"), root):
-                path = folder / name
-                if path.is_file() and (told := path.read_text().strip()).isdecimal():
-                    limits.append(int(told))
-    return min(limits)
-
-
 def plan_lines(config: Config) -> list[str]:
     """For each allowed world: how the batch is cut and, for the built-in model, what a host needs."""
     count, shard = parameters(config.model), shard_bytes(config)
     lines = [f"plan of {summary(config)}, {config.batch.global_samples} samples a step"]
     heads = ["world", "rank's samples", "micro-batches"]
-    sizes = ["parameters", "gradients", "optimizer", "arena", "MiB of a host"] if is_built_in(config) else []
+    sizes = ["parameters", "gradients", "optimizer", "arena", "MiB of a host"] if config.is_built_in else []
     lines.append("  ".join([*heads, *sizes]))
     worlds = range(config.hosts_min, config.hosts_max + 1)
     for world in [*worlds[: WORLDS_SHOWN_MAX - 1], *worlds[WORLDS_SHOWN_MAX - 1 :][-1:]]:
@@ -111,5 +89,5 @@ def summary(config: Config) -> str:
     """What the job is, in one line."""
     low, high = config.hosts_min, config.hosts_max
     hosts = f"{low} to {high} hosts" if low < high else f"{high} hosts"
-    what = f"{parameters(config.model):,} parameters ({config.precision})" if is_built_in(config) else config.task
+    what = f"{parameters(config.model):,} parameters ({config.precision})" if config.is_built_in else config.task
     return f"run {config.run}: {what}, {config.steps} steps on {hosts}"

@@ -22,7 +22,7 @@ from elastic.checkpoint.log import SEED, CommitLog, Entry
 from elastic.checkpoint.manifest import Manifest, ShardRecord, check_present
 from elastic.checkpoint.shard import of_object, table_object
 from elastic.checkpoint.store import Store, open_store
-from elastic.config import Config, ConfigError, Model
+from elastic.config import BUILT_IN_TASK, Config, ConfigError, Model
 from elastic.model.shape import tensor_sizes
 from elastic.telemetry.lineage import lineage
 
@@ -92,8 +92,7 @@ def choose(config: Config, asked: Resume) -> Start:
 
 def exists(run_dir: Path) -> bool:
     """Has a run of this name begun? Prepared objects without a log entry are no run."""
-    store = open_store(str(run_dir))
-    return bool(store.list("log/") or store.list("journal/")) or (run_dir / segments.FILE).exists()
+    return segments.exist(run_dir) or bool(open_store(str(run_dir)).list("log/"))
 
 
 # ---------------------------------------------------------------- this run
@@ -289,7 +288,7 @@ def _flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
 
 def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint of the built-in model must agree on; empty for other tasks and files not understood."""
-    if raw.get("task") != Config().task:
+    if raw.get("task") != BUILT_IN_TASK:
         return {}
     try:
         model = Model.model_validate(raw["model"])

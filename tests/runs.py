@@ -14,7 +14,7 @@ from elastic.data.order import digest, sample_ids
 from elastic.data.shards import Corpus
 from elastic.telemetry import journal
 from tests.checkpoint.hosts import key
-from tests.checkpoint.test_log import manifest
+from tests.checkpoint.stored import manifest
 
 
 class Told:

@@ -79,9 +79,9 @@ def test_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
         ("model.dimm=3", "--set model.dimm=3: unknown key model.dimm; did you mean model.dim?"),
         ("model=3", "--set model=3: model is a section; set one of its keys, such as model.vocab_size=..."),
         ("model.dim.x=3", "--set model.dim.x=3: model.dim is the single value 64, not a section"),
-        ("steps", "--set 'steps': wanted KEY=VALUE, for example --set steps=100"),
+        ("steps", "--set 'steps': wanted KEY=VALUE, for example steps=100"),
         ("steps=", "--set steps=: steps is null, wanted a whole number, at least 1; the default is 100"),
-        ("run=[", "--set run=[: '[' is no YAML value; quote it, such as --set 'run=\"...\"'"),
+        ("run=[", "--set 'run=[': '[' is no YAML value; quote it, such as 'run=\"...\"'"),
     ],
 )
 def test_one_sentence_about_an_override(tmp_path: Path, override: str, sentence: str) -> None:
@@ -91,7 +91,7 @@ def test_one_sentence_about_an_override(tmp_path: Path, override: str, sentence:
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     lines = told(tmp_path, "steps: many\nlr: 3\nmodel:\n  dimm: 3\n", "hosts_min=-1", "seed")
     assert [line.split(" is ")[0].split(";")[0] for line in lines] == [
-        "--set 'seed': wanted KEY=VALUE, for example --set steps=100",
+        "--set 'seed': wanted KEY=VALUE, for example steps=100",
         "job.yaml:1: steps",
         "--set hosts_min=-1: hosts_min",
         "job.yaml:4: unknown key model.dimm",

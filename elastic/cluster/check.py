@@ -15,33 +15,29 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from elastic.cluster import memory
 from elastic.cluster.children import Mover
 from elastic.cluster.stream import Client
 from elastic.config import Config
 from elastic.events import NodeCheck, Report
 from elastic.health.admission import fits, shortages
 from elastic.plan import Member
+from elastic.planner.memory import reserved_bytes
 
 log = logging.getLogger(__name__)
 
 TRY_EARLY_S = 1.0
-_MEMORY = Path("/proc/meminfo")
-# Limit, use, and the name of what could be reclaimed: cgroup 2, then 1. Containers see their own at these paths.
-_GROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
 
 
 class HostCheck:
     """The facts of one incarnation as they come. `changed`: there is news for the coordinator."""
 
-    def __init__(self, config: Config, *, node: str, memory_wanted_bytes: int, log_dir: Path) -> None:
+    def __init__(self, config: Config, *, node: str, log_dir: Path) -> None:
         self._config = config
         self._limits = config.admission
         self._node = node
         self._log_dir = log_dir
-        self._facts = NodeCheck(memory_wanted_bytes=memory_wanted_bytes)
+        self._facts = NodeCheck(memory_wanted_bytes=reserved_bytes(config))
         self._device_known = self._link_known = False
         self._try_s = 0.0
         self.changed = False
@@ -131,7 +127,7 @@ class HostCheck:
         disk = os.statvfs(self._log_dir)
         found = replace(
             self._facts,
-            memory_free_bytes=free_memory_bytes(),
+            memory_free_bytes=memory.free_bytes(),
             disk_free_bytes=disk.f_bavail * disk.f_frsize,
             failed="",
         )
@@ -145,14 +141,3 @@ def _wait(client: Client, limit_s: float) -> None:
     if client.fileno() >= 0:
         poller.register(client.fileno(), select.POLLIN | (select.POLLOUT if client.writing else 0))
     poller.poll(1000 * min(limit_s, client.wait_s()))
-
-
-def free_memory_bytes() -> int:
-    """What this process could still get: of the machine, and of its control group where that has a limit."""
-    lines = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    for root, limit, used, reclaimable in _GROUPS:
-        if (root / limit).exists() and (most := (root / limit).read_text().strip()) != "max":
-            stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-            free = min(free, int(most) - int((root / used).read_text()) + int(stat[reclaimable]))
-    return free

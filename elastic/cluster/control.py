@@ -13,12 +13,11 @@ from typing import Any
 import ray
 
 from elastic.cluster import coordinator
-from elastic.cluster.coordinator import NAMESPACE, RunError
+from elastic.cluster.coordinator import MEMORY, NAMESPACE, RunError
 from elastic.config import ElasticError
 
 CONNECT_TIMEOUT_S = 3.0
 ANSWER_TIMEOUT_S = 30.0
-MEMORY = "coordinator.json"
 
 
 def order(run: str, address: str | None, kind: str, why: str, given: dict[str, Any]) -> str:

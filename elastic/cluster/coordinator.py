@@ -46,6 +46,7 @@ from elastic.telemetry import journal
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "elastic"
+MEMORY = "coordinator.json"  # in the run's directory
 CALL_TIMEOUT_S = 60.0
 IDLE_S = 0.5
 RECENT_STEPS = 20
@@ -123,7 +124,7 @@ class Coordinator:
     def __init__(self, config: Config, token: str, asked: Resume) -> None:
         self._config, self._asked = config, asked
         self._token = token
-        self._memory = _Memory(config.run_dir() / "coordinator.json")
+        self._memory = _Memory(config.run_dir() / MEMORY)
         before = self._memory.of(token)
         self._clock = RealClock()
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -136,9 +137,7 @@ class Coordinator:
         self._server = Server(token, address, before.get("port", 0))
         self._group: str = before.get("group", "")
         ray_address = ray.get_runtime_context().gcs_address
-        self._memory.write(
-            token=token, port=self._server.endpoint.port, group=self._group, ray_address=ray_address, pid=os.getpid()
-        )
+        self._memory.write(token=token, port=self._server.endpoint.port, group=self._group, ray_address=ray_address)
         if self._group:
             self._resume()
         threading.Thread(target=self._serve, name="driver", daemon=True).start()

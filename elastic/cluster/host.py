@@ -25,7 +25,7 @@ from elastic.cluster.stream import Client
 from elastic.config import Config
 from elastic.events import Order, Report, StepRecord
 from elastic.plan import Assignment, Endpoint, SnapshotKey
-from elastic.planner.memory import reserved_bytes, shard_bytes
+from elastic.planner.memory import received_buffers, shard_bytes
 from elastic.telemetry.logs import host_log
 
 __all__ = ["HostError", "HostSettings", "run_host"]
@@ -88,8 +88,7 @@ def _run_incarnation(
         "threads": settings.threads,
         "token": settings.token,
     }
-    wanted = reserved_bytes(config, shard_bytes=shard_bytes(config), received_buffers=received_buffers(config))
-    check = HostCheck(config, node=settings.node, memory_wanted_bytes=wanted, log_dir=settings.log_dir)
+    check = HostCheck(config, node=settings.node, log_dir=settings.log_dir)
     reserved, bare, why = _reserve(settings, _bare_report(settings, name), client, check, stopped)
     if reserved is None:
         return why
@@ -139,11 +138,6 @@ def _bare_report(settings: HostSettings, name: str) -> Report:
         store=nowhere,
         pids={"host": os.getpid()},
     )
-
-
-def received_buffers(config: Config) -> int:
-    """Two for each rank whose second copy may lie here."""
-    return 2 * config.snapshot.sources_max if config.snapshot.partner else 0
 
 
 class _Host:

@@ -27,7 +27,7 @@ from elastic.config import Config
 from elastic.controller.state import TERMINAL
 from elastic.data.prepare import prepare
 from elastic.resume import Resume
-from elastic.telemetry.journal import Tail
+from elastic.telemetry.journal import Follower
 
 POLL_S = 0.05
 STOP_TIMEOUT_S = 120.0
@@ -78,7 +78,7 @@ def _run(
     say(f"training {config.steps} steps on {config.hosts_min} to {config.hosts_max} hosts")
     ended = Ended()
     thread = threading.Thread(target=_fit, args=(trainer, ended), name="fit", daemon=True)
-    tail = Tail(config.run_dir() / "journal.jsonl", since_s=RealClock().now_s())
+    tail = Follower(config.run_dir() / "journal.jsonl", since_s=RealClock().now_s())
     thread.start()
     ladder.gentle = True
     stop: _Stop | None = None
@@ -96,7 +96,7 @@ def _run(
     return ended
 
 
-def _show(tail: Tail, observers: Sequence[Observer], nodes: LocalNodes | None) -> list[dict[str, Any]]:
+def _show(tail: Follower, observers: Sequence[Observer], nodes: LocalNodes | None) -> list[dict[str, Any]]:
     entries = tail.read()
     for observe in observers:
         observe(entries, nodes)

@@ -25,10 +25,14 @@ def review(before: RunState, after: RunState, now_s: float, config: Config) -> D
     limits = config.admission
     if not limits.enabled or after.phase in TERMINAL:
         return Decision(state=after)
-    losses, actions, reasons = _losses(before, after, now_s, limits)
+    lost = _lost_nodes(before, after)
+    checked = _checked(before, after)
+    if not (lost or checked or after.losses or after.held):
+        return Decision(state=after)  # most events: a step is completed, a shard is safe
+    losses, actions, reasons = _losses(lost, before, after, now_s, limits)
     # While a node rests, which of its hosts are new depends on more than their checks.
-    resting = after.held or any(lost.until_s for lost in losses.values())
-    if not resting and losses == after.losses and not _checked(before, after):
+    resting = after.held or any(loss.until_s for loss in losses.values())
+    if not (resting or checked) and losses == after.losses:
         return Decision(state=after)
     state = _judged(replace(after, losses=losses), config)
     for host, why in state.refused.items():
@@ -82,12 +86,12 @@ def _judged(state: RunState, config: Config) -> RunState:
 
 
 def _losses(
-    before: RunState, after: RunState, now_s: float, limits: Admission
+    lost_nodes: list[str], before: RunState, after: RunState, now_s: float, limits: Admission
 ) -> tuple[Mapping[str, NodeLosses], list[Action], list[str]]:
     losses, reasons = dict(after.losses), []
     actions: list[Action] = []
     taking_part = {node_of(after.hosts, h) for h in after.members if h in after.hosts and h not in after.silent}
-    for node in _lost_nodes(before, after):
+    for node in lost_nodes:
         known = losses.pop(node, None)  # the newest is the last
         if known is not None and known.generation == before.generation:
             losses[node] = known

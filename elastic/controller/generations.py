@@ -89,16 +89,24 @@ def _hold(state: RunState, reason: str, now_s: float, config: Config) -> Decisio
     """Wait, and meanwhile make the state durable: the hosts that have it in memory may leave."""
     told = reason if reason != state.waiting_for else ""
     state = replace(state, waiting_for=reason)
-    if state.upload is not None:
-        late = now_s - state.upload_since_s > config.control.upload_timeout_s
-        failures = state.commit_failures + late
-        return Decision(state=replace(state, upload=None, commit_failures=failures) if late else state, reason=told)
-    again_s = min(2.0**state.commit_failures, COMMIT_WAIT_S_MAX) if state.commit_failures else 0.0
-    if state.step <= state.durable_step or not _all_hold(state) or now_s - state.upload_since_s < again_s:
+    if state.upload is None and (state.step <= state.durable_step or not _all_hold(state)):
         return Decision(state=state, reason=told)
+    return replace(_upload(state, now_s, config), reason=told)
+
+
+def _upload(state: RunState, now_s: float, config: Config) -> Decision:
+    """Have the newest step uploaded; what failed or takes too long is tried again, ever more slowly."""
+    waited_s = now_s - state.upload_since_s
+    failures = state.commit_failures
+    if state.upload is not None and waited_s <= config.control.upload_timeout_s:
+        return Decision(state=state)
+    if state.upload is not None:
+        failures += 1
+    elif failures and waited_s < min(2.0**failures, COMMIT_WAIT_S_MAX):
+        return Decision(state=state)
     key = SnapshotKey(generation=state.generation, step=state.step)
-    saving = replace(state, upload=key, keep=key, upload_since_s=now_s)
-    return Decision(state=saving, actions=(UploadSnapshot(key=key),), reason=told)
+    asked = replace(state, upload=key, keep=key, upload_since_s=now_s, commit_failures=failures)
+    return Decision(state=asked, actions=(UploadSnapshot(key=key),))
 
 
 def _all_hold(state: RunState) -> bool:
@@ -245,21 +253,15 @@ def paused(state: RunState, step: int, now_s: float, config: Config) -> Decision
 
 
 def save(state: RunState, now_s: float, config: Config) -> Decision:
-    """SAVING: until the last step is committed. A failed or late upload is tried again, ever more slowly."""
+    """SAVING: until the last step is committed."""
     if state.durable is not None and state.durable.key.step >= state.step:
         return _end(state, now_s, config)
-    waited_s = now_s - state.upload_since_s
-    if state.upload is not None and waited_s <= config.control.upload_timeout_s:
-        return Decision(state=state)
-    failures = state.commit_failures + (state.upload is not None)
+    tried = _upload(state, now_s, config)
+    failures = tried.state.commit_failures
     if failures > COMMIT_FAILURES_MAX:
         detail = f"the checkpoint of step {state.step} could not be committed in {failures} tries"
-        return fail(replace(state, commit_failures=failures), "checkpoint", detail, now_s)
-    if state.upload is None and waited_s < min(2.0**failures, COMMIT_WAIT_S_MAX):
-        return Decision(state=state)
-    key = SnapshotKey(generation=state.generation, step=state.step)
-    again = replace(state, upload=key, upload_since_s=now_s, commit_failures=failures)
-    return Decision(state=again, actions=(UploadSnapshot(key=key),), reason="save again")
+        return fail(tried.state, "checkpoint", detail, now_s)
+    return replace(tried, reason="save again" if tried.actions else "")
 
 
 def _end(state: RunState, now_s: float, config: Config) -> Decision:

@@ -100,9 +100,11 @@ def take(state: RunState, event: events.Event, now_s: float, _: Config) -> Decis
 
 
 def event_of(kind: str, given: Mapping[str, Any], who: str, why: str, state: RunState, config: Config) -> events.Event:
-    """The event that orders `kind` with the arguments `given` (see _BUILD). RequestError, ConfigError: it can't be."""
+    """The event that orders `kind` with what is `given` (see _PLAIN, _BUILD). ElasticError: it can't be ordered."""
     if state.phase in TERMINAL:
         raise RequestError(f"run {state.run} has ended ({state.phase} at step {state.step}); nothing can be ordered")
+    if kind in _PLAIN:
+        return _PLAIN[kind](who=who, why=why)
     return _BUILD[kind](given, who, why, state, config)
 
 
@@ -151,11 +153,13 @@ def _release_event(given: Mapping[str, Any], who: str, why: str, state: RunState
     return events.NodeReleased(node=node, why=f"{who}: {why}")
 
 
+_PLAIN: dict[str, Callable[..., events.Event]] = {
+    "stop": events.StopRequested,
+    "pause": events.PauseRequested,
+    "resume": events.ResumeRequested,
+    "checkpoint": events.CheckpointRequested,
+}
 _BUILD: dict[str, Callable[[Mapping[str, Any], str, str, RunState, Config], events.Event]] = {
-    "stop": lambda _, who, why, __, ___: events.StopRequested(who=who, why=why),
-    "pause": lambda _, who, why, __, ___: events.PauseRequested(who=who, why=why),
-    "resume": lambda _, who, why, __, ___: events.ResumeRequested(who=who, why=why),
-    "checkpoint": lambda _, who, why, __, ___: events.CheckpointRequested(who=who, why=why),
     "resize": _resize_event,  # nodes, hosts: int | None
     "set": _setting_event,  # key, value
     "drain": _quarantine_event("drained"),  # node

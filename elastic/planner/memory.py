@@ -55,11 +55,17 @@ def state_bytes(config: Config, parameters: int) -> int:
     return parameters * STATE_COPIES * BYTES_PER_VALUE[config.precision]
 
 
-def reserved_bytes(config: Config, *, shard_bytes: int, received_buffers: int) -> int:
-    """What a host needs free to start: two own and the received snapshot buffers and, on a CPU, the trainer's state
+def received_buffers(config: Config) -> int:
+    """Of an arena: for each rank whose second copy may lie there."""
+    return BUFFERS * config.snapshot.sources_max if config.snapshot.partner else 0
+
+
+def reserved_bytes(config: Config) -> int:
+    """What a host needs free to start: its own and the received snapshot buffers and, on a CPU, the trainer's state
     with its gradients. Without activations, which depend on the batch."""
-    arena = (2 + received_buffers) * shard_bytes
-    return arena if config.use_gpu else arena + shard_bytes * (STATE_COPIES + 1) // STATE_COPIES
+    shard = shard_bytes(config)
+    arena = (BUFFERS + received_buffers(config)) * shard
+    return arena if config.use_gpu else arena + shard * (STATE_COPIES + 1) // STATE_COPIES
 
 
 def shard_bytes(config: Config) -> int:

@@ -66,7 +66,7 @@ def open_for_append(path: Path) -> IO[bytes]:
     return file
 
 
-class Tail:
+class Follower:
     """Follows a journal that another process writes; `read` gives the entries that are new and whole.
 
     since_s: what happened before is not news, also where the file is written anew with what storage remembers.

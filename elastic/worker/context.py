@@ -108,7 +108,8 @@ class Context:
     _current: Step | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
     _snapshotter: save.Snapshotter | None = None
-    _pace: Pace = field(default_factory=lambda: Pace(first=0, fixed=None, cost_max=1.0))
+    _pace: Pace = field(init=False)
+    _parameters: list[nn.Parameter] = field(init=False)
     _shards: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
     @property
@@ -212,6 +213,7 @@ class Context:
                 f"ctx.steps() got a {type(model).__name__} that ctx.parallelize() did not return; train what it "
                 "returns, and compile it in place with model.compile()"
             )
+        self._parameters = list(model.parameters())  # sharded now; a walk through the modules takes 0.5 ms a step
         self.entries = [*sharded_entries(model, optimizer, self._shards), *self.state.entries()]
         plan, rank = self.assignment.restore, self.assignment.rank
         if self.seat is not None and plan is not None:
@@ -263,17 +265,18 @@ class Context:
             device=self.device,
             before=lambda is_last: accumulate(model, is_last),
             mark=lambda name: self._phase(Phase[name.upper()]),
-            end=lambda step: self._update(step, model, optimizer),
+            end=lambda step: self._update(step, optimizer),
         )
 
-    def _update(self, step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Word, float]:
+    def _update(self, step: Step, optimizer: torch.optim.Optimizer) -> tuple[Word, float]:
         """The step word and, unless a rank saw a value that is not finite, the optimizer's step."""
         self._phase(Phase.WORD)
-        gradients = local_gradients(model.parameters())
+        gradients = local_gradients(self._parameters)
+        parts = list(gradients.values())
         began_s = time.perf_counter()
         vote = self._pace.is_due(self.step + 1) and self._snapshotter is not None and self._snapshotter.can_write()
         own = step.own_word(
-            list(gradients.values()),
+            parts,
             stop=self._stop_ordered(),
             snapshot=vote,
             step_s=self._step_s,
@@ -287,13 +290,14 @@ class Context:
         norm = math.nan
         if word.non_finite == 0 and word.tokens > 0:
             self._phase(Phase.OPTIMIZER)
-            norm = scale(list(gradients.values()), word, self.config.optimizer.grad_clip)
+            norm = scale(parts, word, self.config.optimizer.grad_clip)
             for parameter, gradient in gradients.items():
                 if parameter in self._shards:
                     self._shards[parameter].grad = gradient
             optimizer.step()
         optimizer.zero_grad()
-        model.zero_grad()
+        for parameter in self._parameters:
+            parameter.grad = None
         return word, norm
 
     def _stop_ordered(self) -> bool:

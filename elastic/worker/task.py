@@ -19,7 +19,6 @@ from typing import Any
 
 from elastic.config import Config, ConfigError, TaskError
 
-BUILT_IN = Config().task
 _WANTED = "wanted module:Name or file.py:Name"
 
 # What `load` is importing at this moment: such a module must not start a run.
@@ -79,7 +78,7 @@ def located(config: Config) -> Config:
     place, _, name = config.task.rpartition(":")
     if not place or not name:
         raise ConfigError(f"task {config.task!r}: {_WANTED}")
-    if config.task == BUILT_IN:
+    if config.is_built_in:
         return config
     path = [os.path.abspath(directory) for directory in (*config.task_path, "", *_beyond_the_interpreter())]
     if place.endswith(".py"):

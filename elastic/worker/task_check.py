@@ -31,7 +31,7 @@ def check(config: Config, *, timeout_s: float = TIMEOUT_S) -> Config:
             'if __name__ == "__main__":'
         )
     config = task.located(config)
-    if config.task == task.BUILT_IN:
+    if config.is_built_in:
         return config
     answer = _ask(config, timeout_s)
     if "error" in answer:

@@ -15,7 +15,7 @@ import yaml
 
 from elastic.chaos.inject import family
 from elastic.config import Config
-from elastic.telemetry.journal import Tail
+from elastic.telemetry.journal import Follower
 
 DEADLINE_S = 240.0
 GONE_S, AGENTS_GONE_S = 20.0, 90.0
@@ -33,7 +33,7 @@ class Driving:
         job = directory / "job.yaml"
         job.write_text(yaml.safe_dump(config.model_dump(mode="json")))
         self._output = directory / f"{name}.out"
-        self._journal = Tail(config.run_dir() / "journal.jsonl")
+        self._journal = Follower(config.run_dir() / "journal.jsonl")
         self._journal.read()
         self.entries: list[dict[str, Any]] = []
         self.processes: set[tuple[int, str]] = set()

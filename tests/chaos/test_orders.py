@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from elastic.report import entries_of, verify_data
+from tests.chaos.driving import Driving
 from tests.process.running import small
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
@@ -24,17 +21,6 @@ DEADLINE_S = 200.0
 def elastic(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "elastic.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-
-
-def until(run_dir: Path, condition: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
-    """The journal's entries once `condition` holds."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while True:
-        entries = entries_of(run_dir) if (run_dir / "journal.jsonl").exists() else []
-        if entries and condition(entries):
-            return entries
-        assert time.monotonic() < deadline_s, entries[-3:]
-        time.sleep(0.1)
 
 
 def test_status_drain_pause_resume_set_and_stop(tmp_path: Path) -> None:
@@ -48,42 +34,39 @@ def test_status_drain_pause_resume_set_and_stop(tmp_path: Path) -> None:
         checkpoint={"interval_steps": 100_000},
         evaluation={"interval_steps": 100_000, "samples": 2},
     )
-    job = tmp_path / "job.yaml"
-    job.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     run_dir = str(config.run_dir())
     absent = elastic("status", run_dir)
     assert absent.returncode == 1 and "no run" in absent.stderr
-    with subprocess.Popen([sys.executable, "-m", "elastic.cli", "train", str(job)], stdout=subprocess.DEVNULL) as train:
-        try:
-            until(config.run_dir(), lambda entries: entries[-1]["phase"] == "running" and entries[-1]["step"] > 5)
-            told = json.loads(elastic("status", run_dir, "--json").stdout)
-            assert told["phase"] == "running" and told["world"] == 2
-            node = next(iter(told["hosts"].values()))["node"]
+    with Driving(config, tmp_path, "ordered") as train:
 
-            refused = elastic("drain", run_dir, "nowhere")
-            assert refused.returncode == 1 and "no nodes of run ordered are called 'nowhere'" in refused.stderr
-            assert elastic("drain", run_dir, node, "--why", "new disk").returncode == 0
-            until(
-                config.run_dir(), lambda entries: entries[-1]["phase"] == "running" and entries[-1]["generation"] == 2
-            )
-            assert "may be switched off" in elastic("status", run_dir).stdout
+        def runs(generation: int) -> bool:
+            newest = train.entries[-1] if train.entries else {"phase": "", "generation": 0}
+            return (newest["phase"], newest["generation"]) == ("running", generation)
 
-            assert elastic("set", run_dir, "checkpoint.interval_steps=20").returncode == 0
-            until(config.run_dir(), lambda entries: any(e["event"]["kind"] == "CheckpointCommitted" for e in entries))
-            wrong = elastic("set", run_dir, "seed=3")
-            assert wrong.returncode in (1, 2) and "seed can't change while the run goes on" in wrong.stderr
+        train.until("step 6", lambda: runs(1) and train.step > 5)
+        told = json.loads(elastic("status", run_dir, "--json").stdout)
+        assert told["phase"] == "running" and told["world"] == 2
+        node = next(iter(told["hosts"].values()))["node"]
 
-            assert elastic("pause", run_dir).returncode == 0
-            until(config.run_dir(), lambda entries: entries[-1]["phase"] == "waiting" and entries[-1]["paused"])
-            assert "paused" in elastic("status", run_dir).stdout
-            assert elastic("resume", run_dir).returncode == 0
-            until(
-                config.run_dir(), lambda entries: entries[-1]["phase"] == "running" and entries[-1]["generation"] == 3
-            )
-            assert elastic("stop", run_dir, "--why", "enough").returncode == 0
-            assert train.wait(DEADLINE_S) == 0
-        finally:
-            train.kill()
+        refused = elastic("drain", run_dir, "nowhere")
+        assert refused.returncode == 1 and "no nodes of run ordered are called 'nowhere'" in refused.stderr
+        assert elastic("drain", run_dir, node, "--why", "new disk").returncode == 0
+        train.until("the drain", lambda: runs(2))
+        assert "may be switched off" in elastic("status", run_dir).stdout
+
+        assert elastic("set", run_dir, "checkpoint.interval_steps=20").returncode == 0
+        train.until("a checkpoint", lambda: bool(train.commits))
+        wrong = elastic("set", run_dir, "seed=3")
+        assert wrong.returncode in (1, 2) and "seed can't change while the run goes on" in wrong.stderr
+
+        assert elastic("pause", run_dir).returncode == 0
+        train.until("the pause", lambda: train.entries[-1]["phase"] == "waiting" and train.entries[-1]["paused"])
+        assert "paused" in elastic("status", run_dir).stdout
+        assert elastic("resume", run_dir).returncode == 0
+        train.until("the resumption", lambda: runs(3))
+        train.look()
+        assert elastic("stop", run_dir, "--why", "enough").returncode == 0
+        assert train.ended() == 0, train.said
     over = elastic("status", run_dir)
     assert over.returncode == 1 and "is not running" in over.stderr
     entries = entries_of(config.run_dir())

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.process.running import small
-from tests.test_own_model_doc import write_code
+from tests.process.test_own_model_doc import write_code
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 

@@ -7,54 +7,23 @@ import multiprocessing
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from elastic.checkpoint.blocks import Block, encode_bytes, place
 from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.errors import CheckpointError, Fenced, ObjectMissing, TooNew
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.manifest import Manifest, build, restore_plan
-from elastic.checkpoint.shard import Shard, check, of_object, sign, table_object, to_object
-from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store, open_store
-from elastic.events import CheckpointCommitted, CommitFailed, Uploaded
-from elastic.plan import SnapshotKey
+from elastic.checkpoint.manifest import build, restore_plan
+from elastic.checkpoint.shard import check, of_object, sign, table_object
+from elastic.checkpoint.store import DirectoryStore, Store, open_store
+from elastic.events import CheckpointCommitted, CommitFailed
 from tests.checkpoint.hosts import key
+from tests.checkpoint.stored import commits, manifest, upload
 
 LIMIT_S = 30.0
-
-
-@pytest.fixture(params=["directory", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return DirectoryStore(tmp_path / "run") if request.param == "directory" else MemoryStore()
-
-
-def upload(store: Store, at: SnapshotKey, *, attempt: int = 1, world: int = 2) -> tuple[Uploaded, ...]:
-    """What the movers of `world` hosts put there."""
-    found = []
-    for rank in range(world):
-        data = np.full(8, at.step, dtype=np.uint8)
-        block = Block(name="w", dtype="uint8", global_shape=(8 * world,), offsets=(8 * rank,), sizes=(8,))
-        table, nbytes = place([block])
-        padded = np.zeros(nbytes, dtype=np.uint8)
-        padded[:8] = data
-        crcs = np.array([zlib.crc32(padded.tobytes())], dtype=np.uint32)
-        shard = Shard(key=at, rank=rank, world=world, nbytes=nbytes, table=encode_bytes(table), crcs=crcs)
-        name = f"data/{attempt}-{at.generation}-{at.step}/{rank}.bin"
-        store.put(name, padded.tobytes())
-        store.put(table_object(name), to_object(shard))
-        found.append(Uploaded(key=at, rank=rank, object=name, nbytes=nbytes))
-    return tuple(found)
-
-
-def manifest(store: Store, at: SnapshotKey, attempt: int = 1) -> Manifest:
-    uploads = upload(store, at, attempt=attempt)
-    return build(store, uploads, run="r", attempt=attempt, key=at, samples=at.step * 24, fingerprint="f")
 
 
 # ---------------------------------------------------------------- store
@@ -229,69 +198,6 @@ def test_a_newer_shard_is_refused_with_a_sentence(store: Store) -> None:
     body.pop("sha256")
     with pytest.raises(TooNew, match="has schema 2, this elastic reads 1: a newer one wrote it; upgrade elastic"):
         of_object(sign({**body, "schema": 2}), name=name)
-
-
-# ---------------------------------------------------------------- the run's line
-
-
-def steps(log: CommitLog) -> list[int]:
-    return [entry.manifest.key.step for entry in log.line() if entry.manifest]
-
-
-def commits(store: Store, *at: int, attempt: int = 1) -> None:
-    for step in at:
-        CommitLog(store).commit(attempt, manifest(store, key(attempt, step), attempt))
-
-
-def test_going_back_is_durable_before_anything_is_committed(store: Store) -> None:
-    assert CommitLog(store).claim("a") == 1
-    commits(store, 10, 20, 30)
-    assert CommitLog(store).claim("back", base=2) == 2
-    assert steps(CommitLog(store)) == [10]
-    assert CommitLog(store).claim("again, after a crash") == 3, "the newest is where the run went back to"
-    assert steps(CommitLog(store)) == [10]
-    commits(store, 15, attempt=3)
-    assert steps(CommitLog(store)) == [15, 10]
-    assert [entry.number for entry in CommitLog(store).checkpoints()] == [2, 3, 4, 7], "still there to go to"
-
-
-def test_back_and_forth_and_to_the_seed(store: Store) -> None:
-    CommitLog(store).claim("a")
-    commits(store, 10, 20)
-    CommitLog(store).claim("back", base=2)
-    commits(store, 12, attempt=2)
-    CommitLog(store).claim("forth", base=3)
-    assert steps(CommitLog(store)) == [20, 10]
-    store.put("log/00000007.json", sign({"kind": "claim", "schema": 1, "attempt": 4, "who": "new", "base": 0}))
-    assert steps(CommitLog(store)) == [] and CommitLog(store).newest() is None
-
-
-def test_a_claim_without_base_starts_from_the_newest_as_in_older_logs(store: Store) -> None:
-    CommitLog(store).claim("a")
-    commits(store, 10, 20)
-    store.put("log/00000004.json", sign({"kind": "claim", "attempt": 2, "who": "older elastic"}))
-    assert steps(CommitLog(store)) == [20, 10] and CommitLog(store).claim("b") == 3
-
-
-def test_a_claim_says_where_it_starts_even_past_damage(store: Store) -> None:
-    CommitLog(store).claim("a")
-    commits(store, 10, 20)
-    store.delete("data/1-1-20/1.bin")
-    CommitLog(store, lambda _: None).claim("b")
-    assert CommitLog(store).entries()[-1].base == 2 and steps(CommitLog(store)) == [10]
-
-
-def test_only_what_still_exists_can_be_gone_back_to(store: Store) -> None:
-    CommitLog(store).claim("a")
-    commits(store, 10)
-    CommitLog(store).commit(1, replace(manifest(store, key(1, 20)), retired=(2,)))
-    with pytest.raises(CheckpointError, match="log entry 2 is no checkpoint that still exists; entries that are: 3"):
-        CommitLog(store).claim("b", base=2)
-    with pytest.raises(CheckpointError, match="log entry 1 is no checkpoint"):
-        CommitLog(store).claim("b", base=1)
-    store.delete("data/1-1-20/0.bin")
-    with pytest.raises(CheckpointError, match="has no bytes"):
-        CommitLog(store).claim("b", base=3)
 
 
 def test_a_manifest_needs_every_shard_whole(store: Store) -> None:

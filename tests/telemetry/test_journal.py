@@ -55,7 +55,7 @@ def test_another_schema_is_refused_with_a_sentence(schema: int, next_: str) -> N
 
 def test_a_tail_leaves_out_what_was_before_its_time(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    tail = journal.Tail(path, since_s=2.0)
+    tail = journal.Follower(path, since_s=2.0)
     path.write_bytes(DATA)
     assert tail.read() == ENTRIES[1:] and tail.read() == []
 
