@@ -34,8 +34,8 @@ TABLE_BYTES = 8 << 20  # room for about 80,000 blocks; pages that nobody writes 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
-class _Head(IntEnum):
-    """A buffer's header. Who writes: its writer (0-7: trainer or, received, mover), mover (8-10)."""
+class _Head:
+    """Places in a buffer's header. Who writes: its writer (0-7: trainer or, received, mover), mover (8-10)."""
 
     STATE = 0
     SEQUENCE = 1  # counts the writes begun here: lets a reader see that the buffer changed under it
@@ -48,6 +48,7 @@ class _Head(IntEnum):
     SEALED_SEQUENCE = 8  # SEALED is WRITTEN with the CRCs of this very sequence: no lost update can fake it
     FACTS_CRC = 9  # over the table and the array of CRCs
     PIN = 10  # incarnation of the mover that uploads from here
+    WORDS = 11
 
 
 class State(IntEnum):
@@ -55,6 +56,9 @@ class State(IntEnum):
     WRITING = 1
     WRITTEN = 2
     SEALED = 3
+
+
+_STATES = tuple(State)
 
 
 def reusable(state: State, key: SnapshotKey, *, generation: int, keep: SnapshotKey | None) -> bool:
@@ -92,7 +96,7 @@ class Buffer:
 
     @property
     def state(self) -> State:
-        state = State(int(self._head[_Head.STATE]))
+        state = _STATES[self._head[_Head.STATE]]
         sealed = self._head[_Head.SEALED_SEQUENCE] == self._head[_Head.SEQUENCE]
         return State.SEALED if state == State.WRITTEN and sealed else state
 
@@ -196,20 +200,16 @@ class Buffer:
 
     def holding(self) -> Holding | None:
         """What can be restored from here; None where nothing is whole (a received shard counts sealed only)."""
-        sequence, state, key = self.sequence, self.state, self.key
-        wanted = (State.SEALED,) if self.tier == "received" else (State.WRITTEN, State.SEALED)
-        if state not in wanted:
+        sequence = self.sequence  # before all else, and again at the end: a writer may come in meanwhile
+        state, _, key, rank, world, nbytes, _, _, sealed_sequence, *_ = self._head[: _Head.WORDS].tolist()
+        sealed = sealed_sequence == sequence
+        if state != State.WRITTEN or (self.tier == "received" and not sealed):
             return None
-        found = Holding(
-            key=key,
-            rank=self.rank,
-            world=self.world,
-            tier=self.tier,
-            sealed=state == State.SEALED,
-            nbytes=self.nbytes,
-        )
-        unchanged = self.sequence == sequence and self._head[_Head.STATE] == State.WRITTEN
-        return found if unchanged else None
+        if self.sequence != sequence or self._head[_Head.STATE] != State.WRITTEN:
+            return None
+        told = unpack(key)
+        assert told is not None
+        return Holding(key=told, rank=rank, world=world, tier=self.tier, sealed=sealed, nbytes=nbytes)
 
 
 class Arena:

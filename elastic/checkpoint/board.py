@@ -7,7 +7,6 @@ A snapshot key fits one word for that reason.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,8 @@ Words = npt.NDArray[np.int64]
 STEP_BITS = 40
 
 
-class Word(IntEnum):
-    """The control board. Shape: by the creator; then who writes: host (8-10), trainer (16-19), mover (24-26)."""
+class Word:
+    """Places on the board. Shape: by the creator; then who writes: host (8-10), trainer (16-19), mover (24-26)."""
 
     MAGIC = 0
     VERSION = 1

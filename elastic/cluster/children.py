@@ -1,7 +1,7 @@
 """A host's processes as the host sees them: template, trainers (its forks) and mover. No torch, no Ray, no waiting.
 
-Each has descriptors to watch and a `read` for when they are ready. Death is seen through pidfds; a trainer is the
-template's child, so only the template can tell its status.
+Each has descriptors to watch and a `read` for when they are ready. Death is seen through pidfds, which are ready when
+all threads have ended: none writes memory any more. A trainer is the template's child: only that can tell its status.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -103,13 +102,6 @@ class Lines:
         *lines, rest = self._incoming.split(b"\n")
         self._incoming = bytearray(rest)
         return [json.loads(line) for line in lines]
-
-
-def is_dead(pidfd: int) -> bool:
-    """Whether all threads of the process have ended: none of them writes memory any more."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
 
 
 class Trainer:

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.mover import uploaded_of
 from elastic.cluster.check import HostCheck
-from elastic.cluster.children import HostError, Mover, Retry, Template, Trainer, is_dead
+from elastic.cluster.children import HostError, Mover, Retry, Template, Trainer
 from elastic.config import Config
 from elastic.events import Exit, StepRecord, TrainerReport, Uploaded, from_json
 from elastic.plan import Assignment, Endpoint, SnapshotKey
@@ -129,13 +130,17 @@ class Crew:
     # ---------------------------------------------------------------- the turn
 
     def watched(self) -> dict[int, bool]:
-        """Descriptors to wait for before the next `tend`, each with whether for writing too."""
+        """Descriptors to wait for before the next `tend`, each with whether for writing too.
+
+        While there is news to be told in a moment, more of it from the mover can wait.
+        """
         found: dict[int, bool] = {}
         if self.template is not None:
             found[self.template.control.fileno()] = found[self.template.pidfd] = False
         if self.mover is not None:
             found[self.mover.pidfd] = False
-            found[self.mover.lines.sock.fileno()] = self.mover.lines.writing
+            if not self.news:
+                found[self.mover.lines.sock.fileno()] = self.mover.lines.writing
         for trainer in (self.trainer, self.standby):
             if trainer is not None:
                 if not self._can_wait(trainer):
@@ -158,13 +163,16 @@ class Crew:
         assignment = trainer.assignment
         return assignment is not None and assignment.rank > 0 and "first_step" in trainer.marks
 
-    def tend(self) -> None:
-        """Read what was said, bury the dead, start what is missing. HostError: it can't be done."""
+    def tend(self, ready: Set[int]) -> None:
+        """Read what was said, bury the dead, start what is missing. `ready`: which of `watched()` are.
+
+        HostError: it can't be done.
+        """
         now_s = time.monotonic()
-        self._tend_template(now_s)
-        self._tend_mover(now_s)
-        self._tend_standby(now_s)
-        self._tend_trainer(now_s)
+        self._tend_template(ready, now_s)
+        self._tend_mover(ready, now_s)
+        self._tend_standby(ready, now_s)
+        self._tend_trainer(ready, now_s)
 
     def close(self) -> None:
         """Kill all; the template's death is the trainers'."""
@@ -178,11 +186,12 @@ class Crew:
 
     # ---------------------------------------------------------------- template
 
-    def _tend_template(self, now_s: float) -> None:
+    def _tend_template(self, ready: Set[int], now_s: float) -> None:
         if self.template is not None:
-            for message, fds in self.template.read():
-                self._hear_template(self.template, message, fds)
-            if is_dead(self.template.pidfd):
+            if self.template.control.fileno() in ready:
+                for message, fds in self.template.read():
+                    self._hear_template(self.template, message, fds)
+            if self.template.pidfd in ready:
                 self._retries["template"].failed(self.template.end())
                 self.template = None
                 self.changed = True
@@ -213,7 +222,7 @@ class Crew:
                 if trainer is not None and trainer.pid == message["reaped"]:
                     trainer.status = message["status"]
 
-    def _tend_standby(self, now_s: float) -> None:
+    def _tend_standby(self, ready: Set[int], now_s: float) -> None:
         """One waits from the generation's first step on: forked earlier it would take cores from the recovery."""
         standby = self.standby
         if standby is not None:
@@ -221,7 +230,7 @@ class Crew:
                 standby.warm = True
                 self._retries["standby"].succeeded()
                 self.changed = True
-            if is_dead(standby.pidfd):
+            if standby.pidfd in ready:
                 standby.sweep()
                 standby.close()
                 self._retries["standby"].failed(f"pid {standby.pid}, status {standby.status}")
@@ -246,11 +255,11 @@ class Crew:
 
     # ---------------------------------------------------------------- mover
 
-    def _tend_mover(self, now_s: float) -> None:
+    def _tend_mover(self, ready: Set[int], now_s: float) -> None:
         if self.mover is not None:
             for message in self.mover.lines.read():
                 self._hear_mover(self.mover, message)
-            if is_dead(self.mover.pidfd):
+            if self.mover.pidfd in ready:
                 self._retries["mover"].failed(self.mover.end())
                 self.mover = None
                 self.changed = True
@@ -303,13 +312,13 @@ class Crew:
 
     # ---------------------------------------------------------------- trainer
 
-    def _tend_trainer(self, now_s: float) -> None:
+    def _tend_trainer(self, ready: Set[int], now_s: float) -> None:
         trainer = self.trainer
         if trainer is None:
             return
         for message in trainer.lines.read():
             self._hear_trainer(trainer, message)
-        if not is_dead(trainer.pidfd):
+        if trainer.dead_s is None and trainer.pidfd not in ready:
             limit_s = self._config.control.stop_timeout_s
             if trainer.killed_s is not None and now_s - trainer.killed_s > limit_s:
                 raise HostError(f"trainer {trainer.pid} is not dead {limit_s:.0f} s after SIGKILL: its device may hang")

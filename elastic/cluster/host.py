@@ -163,10 +163,12 @@ class _Host:
         self._seq = bare.seq
         self._reported_s = 0.0
         self._news_s: float | None = None
+        self._poller, self._watched = select.poll(), dict[int, bool]()
 
     def run(self, stopped: Callable[[], bool]) -> str:
+        ready: set[int] = set()
         while not stopped():
-            self._crew.tend()
+            self._crew.tend(ready)
             self._check_lease()
             for order in self._client.receive():
                 self._take(order)
@@ -176,7 +178,7 @@ class _Host:
                 self._obey(self._order)
                 self._crew.check.try_network(self._crew.mover, self._order.neighbours)
             self._report_if_due()
-            self._wait()
+            ready = self._wait()
         return "stopped"
 
     # ---------------------------------------------------------------- orders
@@ -280,13 +282,15 @@ class _Host:
 
     # ---------------------------------------------------------------- waiting
 
-    def _wait(self) -> None:
-        """Until a descriptor is ready or a timer runs out; at most a heartbeat."""
-        poller = select.poll()
-        for fd, writing in self._crew.watched().items():
-            poller.register(fd, select.POLLIN | (select.POLLOUT if writing else 0))
+    def _wait(self) -> set[int]:
+        """Until a descriptor is ready or a timer runs out, at most a heartbeat. Returns those that are ready."""
+        watched = self._crew.watched()
         if self._client.fileno() >= 0:
-            poller.register(self._client.fileno(), select.POLLIN | (select.POLLOUT if self._client.writing else 0))
+            watched[self._client.fileno()] = self._client.writing
+        if watched != self._watched:
+            self._poller, self._watched = select.poll(), watched
+            for fd, writing in watched.items():
+                self._poller.register(fd, select.POLLIN | (select.POLLOUT if writing else 0))
         now_s = time.monotonic()
         heartbeat_s = self._reported_s + self._settings.config.control.heartbeat_s - now_s
         if not self._client.connected:
@@ -294,4 +298,4 @@ class _Host:
         if self._news_s is not None:
             heartbeat_s = min(heartbeat_s, self._news_s + NEWS_WAIT_S - now_s)
         wait_s = min(heartbeat_s, self._client.wait_s(), self._crew.next_s() - now_s)
-        poller.poll(max(0.0, wait_s) * 1000 + 0.5)
+        return {fd for fd, _ in self._poller.poll(max(0.0, wait_s) * 1000 + 0.5)}

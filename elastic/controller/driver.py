@@ -16,7 +16,7 @@ from elastic.config import Config
 from elastic.controller.actions import CommitCheckpoint, EvictHost
 from elastic.controller.decide import decide, effective
 from elastic.controller.membership import hosts_wanted, needed_nodes
-from elastic.controller.orders import order_for
+from elastic.controller.orders import order_for, orders_for
 from elastic.controller.safety import SafetyFold, UploadFold
 from elastic.controller.state import ALIVE, TERMINAL, Phase, RunState
 from elastic.events import HostGone, Order, Report, Uploaded
@@ -86,6 +86,7 @@ class Driver:
         self._uploads = UploadFold()
         self._submitted: tuple[SnapshotKey, float] | None = None
         self._order_seq = 0
+        self._ordered: RunState | None = None
         self._progress_s = clock.now_s()
         self._turn_s = clock.now_s()
         for host, report in self.state.hosts.items():
@@ -182,9 +183,14 @@ class Driver:
     # ------------------------------------------------------------ actions
 
     def _send_orders(self) -> None:
+        """To whom it changed, and to all once a heartbeat."""
         now_s = self._clock.now_s()
+        due = [host for host, heard in self._heard.items() if heard.sent is None or self.state is not self._ordered]
+        orders = orders_for(self.state, due)
+        self._ordered = self.state
         for host, heard in list(self._heard.items()):
-            order = order_for(self.state, host)
+            order = orders.get(host) or heard.sent
+            assert order is not None
             changed = heard.sent != order
             if not changed and now_s - heard.sent_s < self._config.control.heartbeat_s:
                 continue

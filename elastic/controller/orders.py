@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from elastic.controller.admission import neighbours
 from elastic.controller.state import ALIVE, TERMINAL, RunState
 from elastic.events import Order
 
 
+def orders_for(state: RunState, hosts: Iterable[str]) -> dict[str, Order]:
+    """The desired state of each, without `seq` and `steps_seen` (the driver's). Unknown hosts are new: no trainer."""
+    ranks = {host: rank for rank, host in enumerate(state.members)}
+    return {host: _order(state, host, ranks.get(host)) for host in hosts}
+
+
 def order_for(state: RunState, host: str) -> Order:
-    """The desired state of `host`, without `seq` and `steps_seen` (the driver's). Unknown hosts are new: no trainer."""
+    return orders_for(state, [host])[host]
+
+
+def _order(state: RunState, host: str, rank: int | None) -> Order:
     if host in state.gone:
         return Order(host=host, seq=0, attempt=state.attempt, generation=state.generation, evicted=True)
-    members = state.members
-    rank = members.index(host) if host in members else None
     running = rank is not None and state.phase in ALIVE
     return Order(
         host=host,

@@ -22,7 +22,6 @@ from elastic.plan import Plan
 PADDING_ID = 2**64 - 1
 _READ_WAIT_S = 120.0
 _CLOSE_WAIT_S = 10.0
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,9 +53,10 @@ class Loader:
         seq_len: int,
         plan: Plan,
         rank: int,
-        ahead: int = 2,
+        ahead: tuple[int, int] = (2, 8),
     ) -> None:
-        """DataError: the corpus has no window of `seq_len` tokens. `ahead`: steps held ready at most."""
+        """DataError: the corpus has no window of `seq_len` tokens. `ahead`: reading begins again when no more than
+        the first number of steps are ready, and goes on up to the second."""
         assert sum(plan.shares) == global_samples, (plan.shares, global_samples)
         self._corpus = corpus
         self._seed = seed
@@ -103,13 +103,18 @@ class Loader:
 
 
 class _Reader:
-    """A daemon thread that reads steps in sequence into a bounded queue; what it raises, `take` raises."""
+    """A daemon thread that reads steps in sequence, ahead of `take`, which raises what it raises.
 
-    def __init__(self, loader: Loader, start: int, ahead: int) -> None:
+    It reads several in one go: woken for each, it would find cold caches and take the interpreter from the step.
+    """
+
+    def __init__(self, loader: Loader, start: int, ahead: tuple[int, int]) -> None:
         self.next_step = start
         self._loader = loader
-        self._ready: queue.Queue[list[MicroBatch] | Exception] = queue.Queue(maxsize=ahead)
-        self._closed = threading.Event()
+        self._low, self._high = ahead
+        self._ready: queue.SimpleQueue[list[MicroBatch] | Exception] = queue.SimpleQueue()
+        self._wanted = threading.Event()
+        self._closed = False
         self._thread = threading.Thread(target=self._run, args=(start,), name="loader", daemon=True)
         self._thread.start()
 
@@ -125,31 +130,26 @@ class _Reader:
             self.next_step = -1  # the thread has ended: a retry reads anew
             raise item
         self.next_step += 1
+        if self._ready.qsize() <= self._low:
+            self._wanted.set()
         return item
 
     def close(self) -> None:
-        self._closed.set()
+        self._closed = True
+        self._wanted.set()
         self._thread.join(timeout=_CLOSE_WAIT_S)
 
     def _run(self, step: int) -> None:
-        while not self._closed.is_set():
-            item: list[MicroBatch] | Exception
+        while not self._closed:
             try:
-                item = self._loader.read(step)
+                self._ready.put(self._loader.read(step))
             except Exception as error:  # handed to the caller of `take`, which raises it
-                item = error
-            self._put(item)
-            if isinstance(item, Exception):
+                self._ready.put(error)
                 return
             step += 1
-
-    def _put(self, item: list[MicroBatch] | Exception) -> None:
-        while not self._closed.is_set():
-            try:
-                self._ready.put(item, timeout=_POLL_S)
-                return
-            except queue.Full:
-                continue
+            self._wanted.clear()
+            if self._ready.qsize() >= self._high and not self._closed:
+                self._wanted.wait()
 
 
 def held_out_batches(

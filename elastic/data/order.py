@@ -8,6 +8,7 @@ the data position of a run is one integer.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ EPOCHS_MAX = 2**24
 # 4 rounds already pass the avalanche and chi-square gates at 10**9; more make small domains mix as well.
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SHIFTS = tuple(map(np.uint64, (30, 27, 31)))
+_FACTORS = tuple(map(np.uint64, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
 
 
 def sample_ids(*, fingerprint: str, seed: int, windows: int, start: int, count: int) -> NDArray[np.uint64]:
@@ -83,6 +86,7 @@ def _feistel(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) ->
     return (high << low_bits) | low
 
 
+@lru_cache(maxsize=8)
 def _round_keys(purpose: str) -> NDArray[np.uint64]:
     """Independent keys for each purpose: hashed, never derived as seed + epoch, which would repeat orders."""
     words = b"".join(hashlib.sha256(f"round {turn} of {purpose}".encode()).digest()[:8] for turn in range(_ROUNDS))
@@ -91,6 +95,6 @@ def _round_keys(purpose: str) -> NDArray[np.uint64]:
 
 def _fmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of splitmix64 (Stafford's variant 13 of murmur3's)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = (x ^ (x >> _SHIFTS[0])) * _FACTORS[0]
+    x = (x ^ (x >> _SHIFTS[1])) * _FACTORS[1]
+    return x ^ (x >> _SHIFTS[2])

@@ -107,6 +107,7 @@ class Context:
     _hooks: list[Callable[[], object]] = field(default_factory=list)
     _current: Step | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
+    _syncs: bool = True  # as torch builds it
     _snapshotter: save.Snapshotter | None = None
     _pace: Pace = field(init=False)
     _parameters: list[nn.Parameter] = field(init=False)
@@ -263,10 +264,16 @@ class Context:
             number=self.step,
             seed=self.config.seed,
             device=self.device,
-            before=lambda is_last: accumulate(model, is_last),
+            before=lambda is_last: self._accumulate(model, is_last),
             mark=lambda name: self._phase(Phase[name.upper()]),
             end=lambda step: self._update(step, optimizer),
         )
+
+    def _accumulate(self, model: nn.Module, is_last: bool) -> None:
+        """Only where it changes: each call walks through all modules. A new model is set for a single micro-batch."""
+        if is_last != self._syncs:
+            accumulate(model, is_last)
+            self._syncs = is_last
 
     def _update(self, step: Step, optimizer: torch.optim.Optimizer) -> tuple[Word, float]:
         """The step word and, unless a rank saw a value that is not finite, the optimizer's step."""

@@ -67,9 +67,10 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 def local_gradients(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
     """This rank's shards of the gradients; without those that are empty or that no backward pass reached."""
     found = {}
-    for parameter in parameters:
-        if parameter.grad is not None and (local := local_part(parameter.grad)).numel():
-            found[parameter] = local
+    with torch.no_grad():  # else `to_local` records an autograd function for each
+        for parameter in parameters:
+            if parameter.grad is not None and (local := local_part(parameter.grad)).numel():
+                found[parameter] = local
     return found
 
 
