@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.config import Config, ConfigError, ElasticError, TaskError, json_schema, load, resolve
-from elastic.config_text import setting
+from elastic.config_text import Text, setting
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_RESOURCES, EXIT_USER_CODE, EXIT_BUDGET, EXIT_INTERRUPTED = (
     0,
@@ -161,7 +161,7 @@ def _train(parsed: argparse.Namespace) -> int:
     from elastic import preflight, resume
     from elastic.report import finished, summary_lines
 
-    config = _checked(parsed)
+    config, text = _checked(parsed)
     asked = resume.Resume(point=parsed.resume, allowed=tuple(parsed.allow_change))
     if asked.point == "auto" and finished(config):
         print(f"run {config.run} finished before; its account (for a new run: --set run=NAME, or remove its directory)")
@@ -173,9 +173,7 @@ def _train(parsed: argparse.Namespace) -> int:
         _print_lines([*preflight.config_lines(config), "", *preflight.plan_lines(config), f"not started: {told}"])
         return EXIT_DONE
     _say(told)
-    from elastic.worker.task_check import check
-
-    config = check(config)
+    config = _tried(config, text, parsed)
     asked = resume.settle(config, asked, start)
     _set_ray_environment()
     from elastic.cluster import session
@@ -187,14 +185,25 @@ def _train(parsed: argparse.Namespace) -> int:
     return _exit_code(config, ended)
 
 
-def _checked(parsed: argparse.Namespace) -> Config:
+def _checked(parsed: argparse.Namespace) -> tuple[Config, Text]:
     """The job's configuration, its task found, held against this machine too where its nodes will be here."""
-    from elastic import preflight
-    from elastic.cluster import memory
     from elastic.worker.task import located
 
     config, text = resolve(parsed.job, tuple(parsed.overrides))
-    config = located(config)
+    return _fits(located(config), text, parsed), text
+
+
+def _tried(config: Config, text: Text, parsed: argparse.Namespace) -> Config:
+    """`config`, with the sizes of a task of one's own, which take a trial of it."""
+    from elastic.worker.task_check import check
+
+    return config if config.is_built_in else _fits(check(config), text, parsed)
+
+
+def _fits(config: Config, text: Text, parsed: argparse.Namespace) -> Config:
+    from elastic import preflight
+    from elastic.cluster import memory
+
     if parsed.address is None:
         preflight.check_machine(config, text, memory_bytes=memory.total_bytes())
     return config
@@ -218,8 +227,9 @@ def _config_check(parsed: argparse.Namespace) -> int:
     from elastic.data.prepare import list_files
     from elastic.report import finished
 
-    config = _checked(parsed)
+    config, text = _checked(parsed)
     list_files(config.data)
+    _tried(config, text, parsed)
     start = None if finished(config) else resume.choose(config, resume.Resume())
     told = preflight.start_line(config, start) if start else f"run {config.run} has finished"
     print(f"OK: {preflight.summary(config)}; {told}")

@@ -156,12 +156,14 @@ Policy = Literal["off", "observe", "act"]
 class Policies(Section):
     """What each automatic judgement may do. observe: it is journaled and shown what would be done, and why.
 
-    evict: go on without a silent host. resize: take in hosts that appear. rebalance: unequal shares. roll_back:
-    after a loss spike. quarantine: keep a suspected node out. What a person orders is done whatever stands here.
+    evict: go on without a silent host. resize: take in hosts that appear. leave_out_slow: hosts whose check is slow
+    (docs/node_check.md), while there are enough others. rebalance: unequal shares. roll_back: after a loss spike.
+    quarantine: keep a suspected node out. What a person orders is done whatever stands here.
     """
 
     evict: Policy = "act"
     resize: Policy = "act"
+    leave_out_slow: Policy = "observe"
     rebalance: Policy = "observe"
     roll_back: Policy = "observe"
     quarantine: Policy = "observe"
@@ -171,9 +173,9 @@ class Admission(Section):
     """What a node must show before its hosts take part (docs/node_check.md).
 
     Refused: less free memory than arena and trainer need and `memory_spare_bytes` beside, less than
-    `disk_free_bytes_min` for logs, a wrong result of a product or a copy, no answer from the network. `slow`: observe
-    marks a host below `slow_ratio` times the median of the other nodes, act leaves it out while there are enough
-    others. A host that can't be refused for good checks again every `again_s`.
+    `disk_free_bytes_min` for logs, a wrong result of a product or a copy, no answer from the network. Slow: below
+    `slow_ratio` times the median of the other nodes (`policies.leave_out_slow`). A host that can't be refused for good
+    checks again every `again_s`.
     A node that is lost the second time rests for `rest_s` before its new hosts take part, then twice as long each time
     up to `rest_s_max`; after `forget_s` of membership its losses are forgotten.
     """
@@ -181,7 +183,6 @@ class Admission(Section):
     enabled: bool = True
     memory_spare_bytes: int = Field(256 << 20, ge=0)
     disk_free_bytes_min: int = Field(256 << 20, ge=0)
-    slow: Policy = "observe"
     slow_ratio: float = Field(0.5, gt=0, lt=1)
     clock_offset_s_max: float = Field(2.0, gt=0)
     device_timeout_s: int = Field(30, ge=1)

@@ -39,7 +39,10 @@ def _lines(values: dict[str, object], text: Text, section: Key) -> list[str]:
 
 
 def check_machine(config: Config, text: Text, *, memory_bytes: int) -> None:
-    """ConfigError: the Ray nodes that are started on this machine are too few, or their hosts need too much memory."""
+    """ConfigError: the Ray nodes that are started on this machine are too few, or their hosts need too much memory.
+
+    Of a task of one's own the need is known where its sizes are: measured by its trial, or given.
+    """
     local, problems = config.local, []
     slots = local.nodes * local.hosts_per_node
     if config.hosts_max > slots:
@@ -48,10 +51,11 @@ def check_machine(config: Config, text: Text, *, memory_bytes: int) -> None:
             f"(local.nodes {local.nodes} x local.hosts_per_node {local.hosts_per_node}); lower it, raise those, or "
             "give the --address of a cluster"
         )
-    need = arenas_bytes(config, shard_bytes(config), hosts=slots)
-    if config.is_built_in and need > memory_bytes:
+    is_known = config.is_built_in or config.sizes.shard_bytes is not None
+    if is_known and (need := arenas_bytes(config, shard_bytes(config), hosts=slots)) > memory_bytes:
+        key = "model" if config.is_built_in else "task"
         problems.append(
-            f"{text.origin(('model',))}: model needs {need / GIB:.1f} GiB for the snapshots of {slots} hosts, with "
+            f"{text.origin((key,))}: {key} needs {need / GIB:.1f} GiB for the snapshots of {slots} hosts, with "
             f"shards as large as in a world of hosts_min {config.hosts_min}; this machine has "
             f"{memory_bytes / GIB:.1f}: raise hosts_min, lower local.hosts_per_node, or choose a smaller model"
         )

@@ -151,6 +151,8 @@ def test_more_memory_than_this_machine_has() -> None:
     check_machine(*resolve(QUICKSTART, big), memory_bytes=512 * GIB)
     assert "this machine has 1.0: raise hosts_min" in refusal(*big, memory_bytes=1 * GIB)
     check_machine(*resolve(QUICKSTART, (*big, "task=mine:Task")), memory_bytes=1 * GIB)
+    tried = refusal("task=mine:Task", "sizes.shard_bytes=1000000000", memory_bytes=1 * GIB)
+    assert tried.startswith("--set task=mine:Task: task needs 11.2 GiB for the snapshots of 4 hosts")
 
 
 def test_the_plan_of_each_world() -> None:

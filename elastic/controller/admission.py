@@ -51,7 +51,9 @@ def review(before: RunState, after: RunState, now_s: float, config: Config) -> D
 
 
 def _checked(before: RunState, after: RunState) -> bool:
-    """Whether a check came, changed or went."""
+    """Whether a check came, changed or went, or what follows from them was set anew."""
+    if before.settings != after.settings:
+        return True
     if before.hosts is after.hosts:
         return False
     gone = any(report.check is not None and host not in after.hosts for host, report in before.hosts.items())
@@ -71,8 +73,9 @@ def _judged(state: RunState, config: Config) -> RunState:
     refused |= admission.cut_off(fit, frozenset(state.members))
     fit = {host: check for host, check in fit.items() if host not in refused}
     nodes = {host: report.node for host, report in state.hosts.items()}
-    slow = admission.slow(fit, nodes, limits.slow_ratio) if limits.slow != "off" else {}
-    held = dict(slow) if limits.slow == "act" else {}
+    policy = config.policies.leave_out_slow
+    slow = admission.slow(fit, nodes, limits.slow_ratio) if policy != "off" else {}
+    held = dict(slow) if policy == "act" else {}
     for host, report in state.hosts.items():
         lost = state.losses.get(report.node)
         if lost is not None and lost.until_s and host not in state.members:

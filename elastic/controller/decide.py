@@ -26,8 +26,8 @@ def decide(state: RunState, event: events.Event, now_s: float, config: Config) -
     """One event, one decision. Terminal states stay as they are."""
     if state.phase in TERMINAL:
         return Decision(state=state)
-    config = effective(state, config)
-    taken = _TAKE[type(event)](state, event, now_s, config)
+    taken = _TAKE[type(event)](state, event, now_s, effective(state, config))
+    config = effective(taken.state, config)  # what the event has set counts from here on
     reviewed = admission.review(state, taken.state, now_s, config)
     advanced = _advance(reviewed.state, now_s, config)
     decision = Decision(

@@ -151,6 +151,23 @@ class Context:
         """Call `hook` once in this generation, after the state is restored or new, before the first step."""
         self._hooks.append(hook)
 
+    def batch(self) -> MicroBatch:
+        """This rank's samples of the turn in one piece, for a loop that does not accumulate gradients.
+
+        TaskError: they would come in several pieces, here or in the smallest allowed world.
+        """
+        batch, hosts = self.config.batch, self.config.hosts_min
+        most = -(-batch.global_samples // hosts)
+        if batch.micro_samples < most and not self.is_rehearsal:
+            raise TaskError(
+                f"ctx.batch() gives a rank's samples in one piece, but on {hosts} hosts (hosts_min) a rank takes "
+                f"{most} of {batch.global_samples} and batch.micro_samples is {batch.micro_samples}: raise it to {most}, or "
+                "loop over step.micro_batches()"
+            )
+        if self._current is None:
+            raise TaskError("ctx.batch() outside of the loop over ctx.steps(): a step's samples exist in its turn")
+        return next(self._current.micro_batches())
+
     def report(self, **values: float | Tensor) -> None:
         """Numbers for the step's record, each a mean over the targets of the micro-batch at hand (outside of the
         micro-batches: over those of this rank). The record has the means over the step's targets of all ranks.

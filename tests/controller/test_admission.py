@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic import events
+from elastic.controller import requests
 from elastic.controller.actions import AdmitHost, MarkHost, RefuseHost, RestNode
 from elastic.controller.orders import order_for
 from elastic.controller.state import Phase
@@ -74,7 +75,7 @@ def test_a_slow_host_is_only_marked() -> None:
 
 
 def test_a_slow_host_under_act_takes_part_only_where_there_are_too_few_others() -> None:
-    table = begun(hosts_min=2, hosts_max=3, admission={"slow": "act"})
+    table = begun(hosts_min=2, hosts_max=3, policies={"leave_out_slow": "act"})
     table.report("a/0", check=check())
     table.report("b/0", check=check())
     table.report("c/0", check=check(gemm_gflops=20.0))
@@ -85,6 +86,17 @@ def test_a_slow_host_under_act_takes_part_only_where_there_are_too_few_others() 
     assert table.state.members == ("a/0", "c/0")
     assert table.decision is not None
     assert "c/0 takes part although slow: 20 GFLOP/s, the other nodes 100: too few others" in table.decision.reason
+
+
+def test_the_policy_set_live_judges_the_hosts_that_are_there() -> None:
+    table = begun(hosts_min=2, hosts_max=3, policies={"leave_out_slow": "act"})
+    for host in ("a/0", "b/0"):
+        table.report(host, check=check())
+    table.report("c/0", check=check(gemm_gflops=20.0))
+    assert "c/0" in table.state.held
+    order = {"key": "policies.leave_out_slow", "value": "off"}
+    table.take(requests.event_of("set", order, "ann", "it is fine", table.state, table.config))
+    assert "c/0" not in table.state.held and "c/0" not in table.state.marked
 
 
 def test_the_same_check_told_again_is_no_news() -> None:

@@ -122,8 +122,8 @@ def train(ctx):
     if Path(__file__).with_name("now").exists():
         ctx.state["late"] = 1
     for step in ctx.steps(model, optimizer):
-        for batch in step.micro_batches():
-            step.backward(loss_sum(model(batch.tokens), batch.targets))
+        batch = ctx.batch()
+        step.backward(loss_sum(model(batch.tokens), batch.targets))
 """
 
 
@@ -132,7 +132,8 @@ def test_state_that_no_snapshot_has_ends_the_run_with_a_sentence(tmp_path: Path)
     path.mkdir()
     write_code(path)
     (path / "strange.py").write_text(STRANGE)
-    config = check(small(path, task=str(path / "strange.py:train"), steps=2000, warm_standby=False))
+    whole = {"global_samples": 12, "micro_samples": 12}
+    config = check(small(path, task=str(path / "strange.py:train"), steps=2000, warm_standby=False, batch=whole))
     with Running(config, path, nodes=2, hosts_per_node=1) as run:
         run.until(run.step(4))
         (path / "now").touch()

@@ -102,9 +102,10 @@ class World:
                     "start_timeout_s": 20.0, "failures_without_progress_max": 1000,
                 },
                 "admission": {
-                    "enabled": rng.random() < 0.9, "slow": rng.choice(("off", "observe", "act")),
-                    "rest_s_max": rng.choice((20.0, 600.0)), "forget_s": rng.choice((10.0, 600.0)),
+                    "enabled": rng.random() < 0.9, "rest_s_max": rng.choice((20.0, 600.0)),
+                    "forget_s": rng.choice((10.0, 600.0)),
                 },
+                "policies": {"leave_out_slow": rng.choice(("off", "observe", "act"))},
             }
         )  # fmt: skip
 
