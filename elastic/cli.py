@@ -80,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         ("verify-data", _verify_data, "prove that each sample was used exactly once"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
-        sub.add_argument("run", metavar="RUN", help="the run's directory, such as runs/quickstart, or its storage's URL")
+        sub.add_argument(
+            "run", metavar="RUN", help="the run's directory, such as runs/quickstart, or its storage's URL"
+        )
         sub.set_defaults(command=command)
     _add_orders(commands)
     return parser

@@ -76,7 +76,9 @@ def point_to(place: Place) -> None:
 
 def entries_of(place: Place) -> list[dict[str, Any]]:
     if not segments.exist(place):
-        raise ReportError(f"{place.url} holds no journal; give the directory of a run, such as runs/quickstart, or a URL")
+        raise ReportError(
+            f"{place.url} holds no journal; give the directory of a run, such as runs/quickstart, or a URL"
+        )
     return segments.entries(place)
 
 
@@ -303,9 +305,6 @@ def finished(config: Config) -> bool:
 def failure_of(place: Place) -> tuple[str, str]:
     """(failure, detail) of the newest attempt, empty if it did not fail."""
     failed = [
-        action
-        for entry in segments.entries(place)[-20:]
-        for action in entry["actions"]
-        if action["kind"] == "FailRun"
+        action for entry in segments.entries(place)[-20:] for action in entry["actions"] if action["kind"] == "FailRun"
     ]
     return (failed[-1]["failure"], failed[-1]["detail"]) if failed else ("", "")

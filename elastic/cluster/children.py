@@ -195,9 +195,7 @@ class Mover:
 
     def __init__(self, *, arena_fd: int, listen_fd: int, wake_fd: int, place: Place, token: str, log_fd: int) -> None:
         ours, theirs = socket.socketpair()
-        command = mover.command(
-            control=theirs.fileno(), arena=arena_fd, listen=listen_fd, wake=wake_fd
-        )
+        command = mover.command(control=theirs.fileno(), arena=arena_fd, listen=listen_fd, wake=wake_fd)
         self.process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno(), arena_fd, listen_fd, wake_fd],
