@@ -161,8 +161,8 @@ class Context:
         if batch.micro_samples < most and not self.is_rehearsal:
             raise TaskError(
                 f"ctx.batch() gives a rank's samples in one piece, but on {hosts} hosts (hosts_min) a rank takes "
-                f"{most} of {batch.global_samples} and batch.micro_samples is {batch.micro_samples}: raise it to {most}, "
-                "or loop over step.micro_batches()"
+                f"{most} of {batch.global_samples} and batch.micro_samples is {batch.micro_samples}: raise it to "
+                f"{most}, or loop over step.micro_batches()"
             )
         if self._current is None:
             raise TaskError("ctx.batch() outside of the loop over ctx.steps(): a step's samples exist in its turn")
