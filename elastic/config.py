@@ -7,7 +7,7 @@ the key that is wrong: the place where that was said is put before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -104,11 +104,11 @@ class Evaluation(Section):
 
 
 class StorageOptions(Section):
-    """Of a store behind a URL. Credentials are never given here: they come from where its client looks for them (for S3
-    the environment, a profile, the machine's role), on each node.
+    """Of a store behind a URL. Credentials are never given here: they come from where its client looks for them (for
+    S3 the environment, a profile, the machine's role), on each node.
 
-    endpoint: of an S3-compatible service. checksums: the extra ones of the S3 client, which some services refuse; blocks
-    have their own in any case. deadline_s: how long one request is tried again.
+    endpoint: of an S3-compatible service. checksums: the extra ones of the S3 client, which some services refuse;
+    blocks have their own in any case. deadline_s: how long one request is tried again.
     """
 
     endpoint: str | None = None
@@ -241,7 +241,7 @@ class Place:
 
     directory: Path
     url: str
-    options: StorageOptions = StorageOptions()
+    options: StorageOptions = field(default_factory=StorageOptions)
 
     @classmethod
     def of_directory(cls, directory: Path) -> Place:

@@ -2,9 +2,10 @@
 
 `python -m elastic.checkpoint.mover` gets its sockets and memory as open descriptors (see `command`), so its
 address and all it holds outlive it: a new one goes on where the old one died. Host and mover speak JSON
-lines over the control socket. Host to mover, the first line being
+lines over the control socket. Host to mover, the first line saying the run's token and storage:
 
-    {"token": t, "storage": {"url", "options"}}   then {"generation": g, "rank": r, "world": w, "attempt": a, "partner": {"address", "port"} | null}
+    {"token": t, "storage": {"url", "options"}}
+    {"generation": g, "rank": r, "world": w, "attempt": a, "partner": {"address", "port"} | null}
     {"upload": {"generation": g, "step": s}}   {"seal": true}
     {"try": [{"host", "address", "port"}, ...], "limit_s": seconds}   exchange bytes with the first that answers
 

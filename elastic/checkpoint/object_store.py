@@ -26,8 +26,12 @@ RETRY_S = (0.1, 5.0)
 CONNECT_S, ANSWER_S = 5, 30
 
 _AGAIN = frozenset(
-    ["SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded", "ServiceUnavailable", "InternalError", "RequestTimeout", "OperationAborted", "ConditionalRequestConflict", "IncompleteBody", "BadDigest", "408", "409", "429", "500", "502", "503", "504"]
-)
+    (
+        "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
+        "ServiceUnavailable", "InternalError", "RequestTimeout", "OperationAborted", "ConditionalRequestConflict",
+        "IncompleteBody", "BadDigest", "408", "409", "429", "500", "502", "503", "504",
+    )
+)  # fmt: skip
 _NEW_CREDENTIALS = frozenset(["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"])
 _EXISTS = frozenset(("PreconditionFailed", "412"))
 _HELP = {

