@@ -12,17 +12,17 @@ import socket
 import time
 from collections import deque
 from collections.abc import Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.mover import uploaded_of
 from elastic.cluster.check import HostCheck
 from elastic.cluster.children import HostError, Mover, Retry, Template, Trainer
+from elastic.cluster.resources import Resources
 from elastic.config import Config
 from elastic.events import Exit, StepRecord, TrainerReport, Uploaded, from_json
-from elastic.plan import Assignment, Endpoint, SnapshotKey
+from elastic.plan import Assignment, SnapshotKey
 from elastic.telemetry.logs import last_lines, trainer_log
 
 log = logging.getLogger(__name__)
@@ -32,38 +32,6 @@ STATUS_TIMEOUT_S = 0.5
 RECORDS_MAX = 10_000
 UPLOADS_MAX = 8
 DETAIL_BYTES = 4_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
-    """What outlives every process of the crew, held open by the host."""
-
-    arena: Arena
-    wake_fd: int
-    mover_listener: socket.socket
-    store_listener: socket.socket
-    log_fd: int
-
-    def endpoint(self, listener: socket.socket) -> Endpoint:
-        address, port = listener.getsockname()
-        return Endpoint(address=address, port=port)
-
-    def close(self) -> None:
-        self.mover_listener.close()
-        self.store_listener.close()
-        for fd in (self.wake_fd, self.log_fd, self.arena.fd):
-            os.close(fd)
-
-
-def reserve(*, address: str, log: Path, shard_bytes: int, received_buffers: int) -> Resources:
-    """Open them; an arena buffer takes `shard_bytes`. CheckpointError: not enough memory."""
-    return Resources(
-        arena=Arena.create(own_bytes=shard_bytes, received_bytes=shard_bytes, received_buffers=received_buffers),
-        wake_fd=os.eventfd(0, os.EFD_NONBLOCK),
-        mover_listener=socket.create_server((address, 0), backlog=512),
-        store_listener=socket.create_server((address, 0), backlog=4096),
-        log_fd=os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-    )
 
 
 class Crew:

@@ -19,8 +19,9 @@ from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.store import store_at
 from elastic.cluster.check import HostCheck
 from elastic.cluster.children import HostError
-from elastic.cluster.crew import Crew, Resources, reserve
+from elastic.cluster.crew import Crew
 from elastic.cluster.log_tails import LogTails
+from elastic.cluster.resources import Resources, reserve
 from elastic.cluster.stream import Client
 from elastic.config import Config
 from elastic.events import Order, Report, StepRecord

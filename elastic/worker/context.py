@@ -33,9 +33,10 @@ from elastic.parallel.mesh import build_mesh
 from elastic.plan import Assignment, RestorePlan, SnapshotKey
 from elastic.worker.pace import Pace
 from elastic.worker.probes import Probes
+from elastic.worker.schedule import Schedule, rates_of
 from elastic.worker.shards import allocate, check_buffers, is_empty, local_gradients, local_part, sharded_entries
 from elastic.worker.state import State, check_alike
-from elastic.worker.step import Step, Word, scale, sum_over_ranks, to_device, warmup_cosine
+from elastic.worker.step import Step, Word, scale, sum_over_ranks, to_device
 
 _BUFFER_POLL_S = 0.002
 
@@ -66,7 +67,6 @@ class SnapshotBlocked(ElasticError):
 
 Loss = Callable[[nn.Module, MicroBatch], Tensor]
 Initialise = Callable[[nn.Module, int], None]
-Schedule = Callable[[int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class Context:
         warm-up and cosine of `config.optimizer` do, unless an lr_scheduler is registered in `state`.
         """
         self._begin(model, optimizer, initialise)
-        rates = self._rates(optimizer, schedule)
+        rates = rates_of(optimizer, self.config, schedule, is_registered=self.state.schedules(optimizer))
         final = self.step >= self.assignment.until_step
         if final:
             self._write_snapshot(wait=True)
@@ -251,21 +251,6 @@ class Context:
         for hook in self._hooks:
             hook()
         self._mark("restore")
-
-    def _rates(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> Callable[[int], list[float]]:
-        """Learning rates of the optimizer's groups as a function of the steps completed; none where an lr_scheduler
-        sets them. TaskError: there is one that would start anew after each failure."""
-        groups = optimizer.param_groups
-        if schedule is None and self.state.schedules(optimizer):
-            return lambda step: []
-        if schedule is None and any("initial_lr" in group for group in groups):
-            raise TaskError(
-                "an lr_scheduler drives the optimizer and would start anew after each failure: register it, "
-                "ctx.state['lr_scheduler'] = it, or give ctx.steps(schedule=...) a function of the step instead"
-            )
-        rates = [group["lr"] for group in groups]
-        factor = schedule or (lambda step: warmup_cosine(self.config.optimizer, self.config.steps, step))
-        return lambda step: [rate * factor(step) for rate in rates]
 
     def _restore(self, entries: Sequence[save.Entry], plan: RestorePlan, seat: Seat) -> None:
         rank = self.assignment.rank

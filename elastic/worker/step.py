@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic import config
 from elastic.data.loader import MicroBatch
 from elastic.data.order import digest
 from elastic.model.shape import NO_TARGET
@@ -27,16 +26,6 @@ METRICS_MAX = 8
 
 _LIMB_BITS = 16
 _LIMBS = 4
-
-
-def warmup_cosine(optimizer: config.Optimizer, steps: int, step: int) -> float:
-    """What the step after `step` completed ones multiplies the learning rate by: linear warm-up to 1, then cosine to
-    `lr_min_ratio` at the end."""
-    if step < optimizer.warmup_steps:
-        return (step + 1) / optimizer.warmup_steps
-    past = (step - optimizer.warmup_steps) / max(1, steps - optimizer.warmup_steps)
-    cosine = (1 + math.cos(math.pi * min(1.0, past))) / 2
-    return optimizer.lr_min_ratio + (1 - optimizer.lr_min_ratio) * cosine
 
 
 def random_seed(seed: int, step: int, first_sample: int, stage: int = 0) -> int:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from elastic.config import Optimizer
 from elastic.data.loader import MicroBatch
 from elastic.data.order import digest
-from elastic.worker.step import Step, Word, limbs_of, random_seed, scale, squared_norm, warmup_cosine
+from elastic.worker.schedule import warmup_cosine
+from elastic.worker.step import Step, Word, limbs_of, random_seed, scale, squared_norm
 
 
 def test_the_rate_warms_up_to_the_peak_and_ends_at_the_floor() -> None:
