@@ -10,6 +10,7 @@ import pytest
 from elastic.checkpoint.errors import CheckpointError, ObjectMissing
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.object_store import PART_BYTES, ObjectStore
+from elastic.checkpoint.probe import probe
 from elastic.config import StorageOptions
 from tests.storage.servers import Proxy, Request
 
@@ -148,3 +149,8 @@ def test_nobody_listens(url: str) -> None:
     store = ObjectStore(url, StorageOptions(endpoint="http://127.0.0.1:9", deadline_s=1.0))
     with pytest.raises(CheckpointError, match="is the endpoint right and reachable"):
         store.list("data/")
+
+
+def test_the_service_passes_the_probe(store: ObjectStore, url: str) -> None:
+    probe(store, url)
+    assert store.list("probe/") == {}
