@@ -135,6 +135,10 @@ class Proxy:
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0.01))
+        self._loop.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
