@@ -176,8 +176,9 @@ class Mover:
         self._tell({"sealed": True})
 
     async def _seal_written(self) -> None:
+        """The oldest first, as they are sent: else the sender would meet the newer one first."""
         async with self._sealing:
-            for buffer in sorted(self._arena.own, key=lambda own: own.key, reverse=True):
+            for buffer in sorted(self._arena.own, key=lambda own: own.key):
                 if buffer.state == State.WRITTEN:
                     await self._seal(buffer)
 

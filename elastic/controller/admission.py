@@ -26,13 +26,13 @@ def review(before: RunState, after: RunState, now_s: float, config: Config) -> D
     if not limits.enabled or after.phase in TERMINAL:
         return Decision(state=after)
     lost = _lost_nodes(before, after)
-    checked = _checked(before, after)
-    if not (lost or checked or after.losses or after.held):
+    to_judge = _is_to_judge(before, after)
+    if not (lost or to_judge or after.losses or after.held):
         return Decision(state=after)  # most events: a step is completed, a shard is safe
     losses, actions, reasons = _losses(lost, before, after, now_s, limits)
     # While a node rests, which of its hosts are new depends on more than their checks.
     resting = after.held or any(loss.until_s for loss in losses.values())
-    if not (resting or checked) and losses == after.losses:
+    if not (resting or to_judge) and losses == after.losses:
         return Decision(state=after)
     state = _judged(replace(after, losses=losses), config)
     for host, why in state.refused.items():
@@ -50,7 +50,7 @@ def review(before: RunState, after: RunState, now_s: float, config: Config) -> D
     return Decision(state=state, actions=tuple(actions), reason="; ".join(reasons))
 
 
-def _checked(before: RunState, after: RunState) -> bool:
+def _is_to_judge(before: RunState, after: RunState) -> bool:
     """Whether a check came, changed or went, or what follows from them was set anew."""
     if before.settings != after.settings:
         return True

@@ -82,6 +82,16 @@ def test_a_busy_partner_is_tried_again_until_the_older_copy_is_safe(tmp_path: Pa
         b.until(lambda: b.holds(key(1, 2), "received"), "step 2, once step 1 is safe")
 
 
+def test_snapshots_written_before_the_mover_looked_are_sent_oldest_first_too(tmp_path: Path) -> None:
+    """Sealed newest first, the newer one went first and the older one never: the ranks that had sent the older
+    one waited for it to be complete, for ever."""
+    with hosts(tmp_path, 2, received_buffers=4) as (a, b):
+        a.order(partner=b)
+        a.write(key(1, 1), random_bytes(4 * MB), wake=False)
+        a.write(key(1, 2), random_bytes(MB))
+        b.until(lambda: b.holds(key(1, 1), "received"), "step 1")
+
+
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
 def test_kill_in_the_middle_of_a_transfer_leaves_nothing_sealed_and_heals(tmp_path: Path, victim: str) -> None:
     data = random_bytes(96 * MB)
