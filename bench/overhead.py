@@ -125,7 +125,7 @@ def measure_first_step(storage: Path) -> dict[str, float]:
     began_s = time.time()
     command = [sys.executable, "-m", "elastic.cli", "train", str(path)]
     subprocess.run(command, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S, check=True)
-    entries = entries_of(config.run_dir())
+    entries = entries_of(config.place())
     at: dict[str, float] = {}
     for entry in entries:
         at.setdefault(entry["event"]["kind"], entry["t"] - began_s)

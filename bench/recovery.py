@@ -23,7 +23,7 @@ from elastic.chaos.inject import Injector
 from elastic.clock import RealClock
 from elastic.cluster import session
 from elastic.cluster.ray_nodes import LocalNodes
-from elastic.config import Config
+from elastic.config import Config, Place
 from elastic.report import Recovery, entries_of, recoveries, recovery_lines
 
 WORLD = 4
@@ -130,7 +130,7 @@ def measure_ours(repeats: int) -> tuple[dict[str, list[Recovery]], list[dict[str
     campaign = Campaign([Fault(kind=kind, step=1, seconds=1e9) for kind in kinds])
     ended = session.run(config(storage), address=None, observers=[campaign], say=lambda text: print(f"  {text}"))
     assert ended.error is None and campaign.injector is not None, ended.error
-    entries = entries_of(storage / RUN)
+    entries = entries_of(Place.of_directory(storage / RUN))
     done = campaign.injector.done
     found: dict[str, list[Recovery]] = {}
     for recovery in recoveries(entries, [injected.at_s for injected in done]):

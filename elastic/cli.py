@@ -80,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         ("verify-data", _verify_data, "prove that each sample was used exactly once"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
-        sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/quickstart")
+        sub.add_argument(
+            "run", metavar="RUN", help="the run's directory, such as runs/quickstart, or its storage's URL"
+        )
         sub.set_defaults(command=command)
     _add_orders(commands)
     return parser
@@ -136,7 +138,7 @@ def _add_config(commands: Any) -> None:
 def _add_logs(commands: Any) -> None:
     text = "what trainers printed, several ranks as one; after a failure its last lines first"
     sub = commands.add_parser("logs", help=text, description=text)
-    sub.add_argument("run", type=Path, metavar="RUN", help="the run's directory, such as runs/quickstart")
+    sub.add_argument("run", metavar="RUN", help="the run's directory, such as runs/quickstart, or its storage's URL")
     sub.add_argument("--generation", type=int, help="default: the newest")
     sub.add_argument("--rank", type=int, help="default: all")
     sub.add_argument("--hosts", action="store_true", help="of the hosts' own processes instead of the trainers")
@@ -165,7 +167,7 @@ def _train(parsed: argparse.Namespace) -> int:
     asked = resume.Resume(point=parsed.resume, allowed=tuple(parsed.allow_change))
     if asked.point == "auto" and finished(config):
         print(f"run {config.run} finished before; its account (for a new run: --set run=NAME, or remove its directory)")
-        _print_lines(summary_lines(config.run_dir()))
+        _print_lines(summary_lines(config.place()))
         return EXIT_DONE
     start = resume.choose(config, asked)
     told = preflight.start_line(config, start)
@@ -180,7 +182,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
     began_s = time.monotonic()
     ended = session.run(config, address=parsed.address, observers=[Progress(config)], say=_say, resume=asked)
-    _print_lines(summary_lines(config.run_dir()))
+    _print_lines(summary_lines(config.place()))
     print(f"took        {time.monotonic() - began_s:.0f} s in all")
     return _exit_code(config, ended)
 
@@ -260,16 +262,16 @@ def _prepare(parsed: argparse.Namespace) -> int:
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    from elastic.report import summary_lines
+    from elastic.report import place_of, summary_lines
 
-    _print_lines(summary_lines(parsed.run))
+    _print_lines(summary_lines(place_of(parsed.run)))
     return EXIT_DONE
 
 
 def _verify_data(parsed: argparse.Namespace) -> int:
-    from elastic.report import verify_data
+    from elastic.report import place_of, verify_data
 
-    _print_lines(verify_data(parsed.run))
+    _print_lines(verify_data(place_of(parsed.run)))
     return EXIT_DONE
 
 
@@ -302,9 +304,11 @@ def _setting(argument: str) -> tuple[str, Any]:
 
 def _logs(parsed: argparse.Namespace) -> int:
     from elastic.cluster.run_logs import host_lines, trainer_lines
+    from elastic.report import place_of
 
     which = {"generation": parsed.generation, "rank": parsed.rank, "follow": parsed.follow}
-    for line in host_lines(parsed.run) if parsed.hosts else trainer_lines(parsed.run, **which):
+    place = place_of(parsed.run)
+    for line in host_lines(place) if parsed.hosts else trainer_lines(place, **which):
         _say(line)
     return EXIT_DONE
 
@@ -312,7 +316,7 @@ def _logs(parsed: argparse.Namespace) -> int:
 def _exit_code(config: Config, ended: Any) -> int:
     from elastic.report import failure_of, finished
 
-    failure, detail = failure_of(config.run_dir())
+    failure, detail = failure_of(config.place())
     if ended.error is None:
         return EXIT_INTERRUPTED if ended.interrupted and not finished(config) else EXIT_DONE
     print(f"elastic: the run failed, {failure or type(ended.error).__name__}: {detail or ended.error}", file=sys.stderr)

@@ -7,6 +7,7 @@ the key that is wrong: the place where that was said is put before it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +101,20 @@ class Evaluation(Section):
 
     interval_steps: int = Field(100, ge=1)
     samples: int = Field(48, ge=1)
+
+
+class StorageOptions(Section):
+    """Of a store behind a URL. Credentials are never given here: they come from where its client looks for them (for
+    S3 the environment, a profile, the machine's role), on each node.
+
+    endpoint: of an S3-compatible service. checksums: the extra ones of the S3 client, which some services refuse;
+    blocks have their own in any case. deadline_s: how long one request is tried again.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    checksums: Literal["when_required", "when_supported"] = "when_required"
+    deadline_s: float = Field(60.0, gt=0)
 
 
 class Snapshot(Section):
@@ -219,11 +234,29 @@ class Resize(Section):
     hosts: int = Field(ge=1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run's files are. directory: of the driver's node, for what it works on. url: of what must outlive it; the
+    same directory where that is local."""
+
+    directory: Path
+    url: str
+    options: StorageOptions = field(default_factory=StorageOptions)
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> Place:
+        return cls(directory=directory, url=str(directory))
+
+
 BUILT_IN_TASK = "elastic.worker.pretrain:LanguageModel"
 
 
 class Config(Section):
-    """One run. `task`: "module:Name" or "file.py:Name"; `task_path`: directories to import it from, before others."""
+    """One run. `task`: "module:Name" or "file.py:Name"; `task_path`: directories to import it from, before others.
+
+    storage: a directory that all nodes share, or a URL (s3://bucket/prefix). directory: where the driver's node keeps
+    what it works on (journal, lock) when `storage` is a URL.
+    """
 
     run: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     task: str = BUILT_IN_TASK
@@ -231,6 +264,8 @@ class Config(Section):
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1)
     storage: str = "runs"
+    storage_options: StorageOptions = StorageOptions()
+    directory: str = "runs"
     hosts_min: int = Field(1, ge=1)
     hosts_max: int = Field(1, ge=1)
     use_gpu: bool = False
@@ -279,8 +314,16 @@ class Config(Section):
         """Whether the task is the built-in one; of another the sizes are not known before it is built."""
         return self.task == BUILT_IN_TASK
 
+    def place(self) -> Place:
+        local = self.storage.removeprefix("file://")
+        if "://" in local:
+            url = f"{self.storage.rstrip('/')}/{self.run}"
+            return Place(directory=Path(self.directory) / self.run, url=url, options=self.storage_options)
+        return Place.of_directory(Path(local) / self.run)
+
     def run_dir(self) -> Path:
-        return Path(self.storage) / self.run
+        """Where the driver's node keeps what it works on."""
+        return self.place().directory
 
 
 # ---------------------------------------------------------------- reading

@@ -5,6 +5,7 @@ Everything here is derived from the journal of a run (and, for the proof, its co
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 
 from elastic import segments
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import open_store
-from elastic.config import Config, ElasticError, parse
+from elastic.checkpoint.store import store_at
+from elastic.config import Config, ElasticError, Place, StorageOptions, parse
 from elastic.data.order import digest, sample_ids
 from elastic.data.shards import Corpus
 from elastic.resume import saved_config
@@ -21,6 +22,7 @@ from elastic.telemetry import ledger
 from elastic.telemetry.lineage import lineage
 
 ADMISSION_LINES_MAX = 20
+ELSEWHERE = "storage.json"  # in the directory of a run whose storage is not there
 PHASES = ("detect", "stop", "decide", "fork", "rendezvous", "build", "restore", "first step")
 # The trainers' marks, in the order in which they pass.
 MARKS = {"start": "fork", "group": "rendezvous", "build": "build", "restore": "restore", "first_step": "first step"}
@@ -53,19 +55,40 @@ class Recovery:
     redone: int
 
 
-def entries_of(run_dir: Path) -> list[dict[str, Any]]:
-    if not segments.exist(run_dir):
-        raise ReportError(f"{run_dir} holds no {segments.FILE}; give the directory of a run, such as runs/quickstart")
-    return segments.entries(run_dir)
+def place_of(text: str) -> Place:
+    """The run that `text` names: its directory, or the URL of its storage. ReportError: a directory that is none."""
+    if "://" in text:
+        return Place(directory=Path("runs", text.rstrip("/").rpartition("/")[2]), url=text)
+    directory = Path(text)
+    if (directory / ELSEWHERE).exists():
+        told = json.loads((directory / ELSEWHERE).read_text())
+        return Place(directory=directory, url=told["url"], options=StorageOptions.model_validate(told["options"]))
+    return Place.of_directory(directory)
 
 
-def config_of(run_dir: Path, attempt: int | None = None) -> Config:
+def point_to(place: Place) -> None:
+    """Let the run's directory say where its storage is, so that it is enough to name the directory."""
+    if place.url != str(place.directory):
+        place.directory.mkdir(parents=True, exist_ok=True)
+        told = {"url": place.url, "options": place.options.model_dump()}
+        (place.directory / ELSEWHERE).write_text(json.dumps(told))
+
+
+def entries_of(place: Place) -> list[dict[str, Any]]:
+    if not segments.exist(place):
+        raise ReportError(
+            f"{place.url} holds no journal; give the directory of a run, such as runs/quickstart, or a URL"
+        )
+    return segments.entries(place)
+
+
+def config_of(place: Place, attempt: int | None = None) -> Config:
     """What `attempt` was asked for, the newest one by default or where that is not known."""
-    store = open_store(str(run_dir))
+    store = store_at(place)
     saved = (saved_config(store, attempt=attempt) if attempt is not None else {}) or saved_config(store)
     if not saved:
-        raise ReportError(f"{run_dir} holds no config.yaml; give the directory of a run, such as runs/quickstart")
-    return parse(saved, source=str(run_dir / "config.yaml"))
+        raise ReportError(f"{place.url} holds no config.yaml; give the directory or URL of a run")
+    return parse(saved, source=f"{place.url}/config.yaml")
 
 
 # ---------------------------------------------------------------- recoveries
@@ -158,11 +181,11 @@ def recovery_lines(found: Sequence[Recovery]) -> list[str]:
 # ---------------------------------------------------------------- summary
 
 
-def summary_lines(run_dir: Path) -> list[str]:
+def summary_lines(place: Place) -> list[str]:
     """The short account at the end of a run."""
-    entries = entries_of(run_dir)
+    entries = entries_of(place)
     if not entries:
-        return [f"{run_dir}: nothing happened yet"]
+        return [f"{place.url}: nothing happened yet"]
     records = lineage(entries)
     held_out = [record for record in records if record["held_out"] is not None]
     last = entries[-1]
@@ -174,14 +197,14 @@ def summary_lines(run_dir: Path) -> list[str]:
     return [
         f"phase       {last['phase']}",
         f"held-out    {loss}",
-        f"steps       {last['step']} of {config_of(run_dir).steps}, {sum(r['samples'] for r in records)} samples",
+        f"steps       {last['step']} of {config_of(place).steps}, {sum(r['samples'] for r in records)} samples",
         f"generations {len(starts)}, worlds {' '.join(str(len(start['hosts'])) for start in starts)}",
         f"incidents   {len(told)}",
         *(f"  {line}" for line in recovery_lines(told)),
         *(f"node        {line}" for line in admission_lines(entries)),
         f"time        {wall_s:.1f} s: "
         + ", ".join(f"{name} {s:.1f} s ({100 * s / wall_s:.0f} %)" for name, s in spent.seconds().items()),
-        f"files       {run_dir} (journal.jsonl, config.yaml, log/, data/); output: elastic logs {run_dir}",
+        f"files       {place.url} (journal.jsonl, config.yaml, log/, data/); output: elastic logs {place.directory}",
     ]
 
 
@@ -201,14 +224,14 @@ def admission_lines(entries: Sequence[dict[str, Any]]) -> list[str]:
 # ---------------------------------------------------------------- proof of the samples
 
 
-def verify_data(run_dir: Path) -> list[str]:
+def verify_data(place: Place) -> list[str]:
     """Prove from the journal that each sample of the committed lineage was used exactly once, in order.
 
     Each step's record carries the count and the digest of the sample ids that the ranks really read; both are
     computed anew here from (corpus fingerprint, seed, step), as the step's attempt was configured. Returns the proof's
     lines; ReportError: it fails.
     """
-    entries, config = entries_of(run_dir), config_of(run_dir)
+    entries, config = entries_of(place), config_of(place)
     records = lineage(entries)
     brought = _brought_step(entries)
     for expected, record in enumerate(records, start=brought + 1):
@@ -218,7 +241,7 @@ def verify_data(run_dir: Path) -> list[str]:
             )
     attempts = sorted({record["attempt"] for record in records})
     for attempt in attempts:
-        _verify_attempt(config_of(run_dir, attempt), [r for r in records if r["attempt"] == attempt])
+        _verify_attempt(config_of(place, attempt), [r for r in records if r["attempt"] == attempt])
     windows = Corpus.open(Path(config.data.prepared), "train").windows(config.model.seq_len)
     samples = sum(record["samples"] for record in records)
     undone = sum(entry["event"]["kind"] == "StepCompleted" for entry in entries) - len(records)
@@ -272,19 +295,16 @@ def _changes(entries: Sequence[dict[str, Any]], attempts: Sequence[int]) -> list
 
 def finished(config: Config) -> bool:
     """Has the run of this name reached its last step already, and not gone back since?"""
-    entries = segments.entries(config.run_dir())
-    line = CommitLog(open_store(str(config.run_dir()))).line()
+    entries = segments.entries(config.place())
+    line = CommitLog(store_at(config.place())).line()
     newest = line[0].manifest if line else None
     ended = bool(entries) and entries[-1]["phase"] == "finished" and entries[-1]["step"] >= config.steps
     return ended and (newest is None or newest.key.step >= config.steps)
 
 
-def failure_of(run_dir: Path) -> tuple[str, str]:
+def failure_of(place: Place) -> tuple[str, str]:
     """(failure, detail) of the newest attempt, empty if it did not fail."""
     failed = [
-        action
-        for entry in segments.entries(run_dir)[-20:]
-        for action in entry["actions"]
-        if action["kind"] == "FailRun"
+        action for entry in segments.entries(place)[-20:] for action in entry["actions"] if action["kind"] == "FailRun"
     ]
     return (failed[-1]["failure"], failed[-1]["detail"]) if failed else ("", "")

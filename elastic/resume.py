@@ -21,8 +21,8 @@ from elastic.checkpoint.errors import ObjectMissing
 from elastic.checkpoint.log import SEED, CommitLog, Entry
 from elastic.checkpoint.manifest import Manifest, ShardRecord, check_present
 from elastic.checkpoint.shard import of_object, table_object
-from elastic.checkpoint.store import Store, open_store
-from elastic.config import BUILT_IN_TASK, Config, ConfigError, Model
+from elastic.checkpoint.store import Store, open_store, store_at
+from elastic.config import BUILT_IN_TASK, Config, ConfigError, Model, Place
 from elastic.model.shape import tensor_sizes
 from elastic.telemetry.lineage import lineage
 
@@ -30,6 +30,8 @@ from elastic.telemetry.lineage import lineage
 SAFE = (
     "run",
     "storage",
+    "storage_options",
+    "directory",
     "hosts_min",
     "hosts_max",
     "use_gpu",
@@ -76,13 +78,13 @@ class Start:
 
 def choose(config: Config, asked: Resume) -> Start:
     """ConfigError: the run, the step or the other run does not fit what was asked, or a change is not allowed."""
-    run_dir = config.run_dir()
+    place = config.place()
     if asked.point == "auto" or asked.point.isdecimal():
         return _go_on(config, asked)
-    if exists(run_dir):
+    if exists(place):
         wanted = "only a new run can begin" if asked.point == "never" else f"it can't begin from {asked.point}"
         raise ConfigError(
-            f"--resume {asked.point}: {run_dir} holds a run already, so {wanted}; "
+            f"--resume {asked.point}: {place.url} holds a run already, so {wanted}; "
             f"give this one another name (--set run=NAME), or go on with it (--resume auto)"
         )
     if asked.point == "never":
@@ -90,20 +92,20 @@ def choose(config: Config, asked: Resume) -> Start:
     return _begin_from(config, asked)
 
 
-def exists(run_dir: Path) -> bool:
+def exists(place: Place) -> bool:
     """Has a run of this name begun? Prepared objects without a log entry are no run."""
-    return segments.exist(run_dir) or bool(open_store(str(run_dir)).list("log/"))
+    return segments.exist(place) or bool(store_at(place).list("log/"))
 
 
 # ---------------------------------------------------------------- this run
 
 
 def _go_on(config: Config, asked: Resume) -> Start:
-    store, damaged = open_store(str(config.run_dir())), list[str]()
+    store, damaged = store_at(config.place()), list[str]()
     log = CommitLog(store, damaged.append)
     entry = log.newest_entry() if asked.point == "auto" else _of_step(config, log, int(asked.point))
     if entry is None:
-        why = ["no earlier attempt committed a checkpoint"] if exists(config.run_dir()) else []
+        why = ["no earlier attempt committed a checkpoint"] if exists(config.place()) else []
         return Start(origin="; ".join(["from the seed", *damaged, *why]))
     manifest = _manifest(entry)
     changes = _check(config, manifest, saved_config(store), asked)
@@ -130,7 +132,7 @@ def _why_not_newer(config: Config, log: CommitLog, entry: Entry) -> Iterator[str
     line = {other.number for other in log.line()}
     if left := [other for other in log.checkpoints() if other.number > entry.number and other.number not in line]:
         yield f"the run went back from its checkpoints of steps {_steps(left)}"
-    records = lineage(segments.entries(config.run_dir()))
+    records = lineage(segments.entries(config.place()))
     if records and records[-1]["attempt"] >= _went_back(log) and records[-1]["step"] > _manifest(entry).key.step:
         last = records[-1]["step"]
         yield f"step {last} was the last completed, its state was only in the memory of hosts that are gone"
@@ -166,7 +168,7 @@ def _manifest(entry: Entry) -> Manifest:
 
 def _begin_from(config: Config, asked: Resume) -> Start:
     where = _locate(config, asked.point)
-    store = open_store(where)
+    store = _store_of_other(config, where)
     entry = CommitLog(store).newest_entry()
     if entry is None:
         raise ConfigError(f"--resume {asked.point}: {where} has no checkpoint; give a run that has one")
@@ -186,10 +188,17 @@ def _locate(config: Config, point: str) -> str:
     for directory in (Path(point), Path(config.storage) / point):
         if (directory / "log").is_dir():
             return str(directory)
+    beside = config.model_copy(update={"run": point}).place()
+    if "://" in beside.url and exists(beside):
+        return beside.url
     there = [path.parent.name for path in Path(config.storage).glob("*/log")]
     close = difflib.get_close_matches(point, there, n=1)
     hint = f"did you mean {close[0]}?" if close else f"runs in {config.storage}: {', '.join(sorted(there)) or 'none'}"
     raise ConfigError(f"--resume {point!r}: wanted auto, never, a step, or a run's name, directory or URL; {hint}")
+
+
+def _store_of_other(config: Config, where: str) -> Store:
+    return open_store(where, config.storage_options)
 
 
 def settle(config: Config, asked: Resume, start: Start) -> Resume:
@@ -204,7 +213,7 @@ def bring(config: Config, start: Start) -> None:
     """Copy the other run's newest checkpoint, verified, and make it the first entry of this run's log, its
     configuration what this one is compared with. Killed at any moment and called again it does the same: without that
     entry this run does not exist."""
-    source, target = open_store(start.other), open_store(str(config.run_dir()))
+    source, target = _store_of_other(config, start.other), store_at(config.place())
     manifest = CommitLog(source).newest()
     assert manifest is not None, start
     folder = f"data/1-{manifest.key.generation}-{manifest.key.step}"

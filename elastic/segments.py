@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.store import Store, open_store
+from elastic.checkpoint.store import Store, store_at
+from elastic.config import Place
 from elastic.telemetry import journal
 
 FILE = "journal.jsonl"
@@ -26,15 +27,16 @@ STARTED = b'"kind":"RunStarted"'  # as journal.encode writes it; within a text t
 logger = logging.getLogger(__name__)
 
 
-def exist(run_dir: Path) -> bool:
+def exist(place: Place) -> bool:
     """Is there a journal, as a file or in segments?"""
-    return (run_dir / FILE).exists() or bool(open_store(str(run_dir)).list("journal/"))
+    return (place.directory / FILE).exists() or bool(store_at(place).list("journal/"))
 
 
-def entries(run_dir: Path) -> list[dict[str, Any]]:
+def entries(place: Place) -> list[dict[str, Any]]:
     """The run's journal, from its file and its segments, whichever knows more of each attempt."""
-    merged = _merged(_by_attempt(run_dir / FILE), open_store(str(run_dir)))
-    return list(journal.read(b"".join(merged.values()), str(run_dir / FILE)))
+    path = place.directory / FILE
+    merged = _merged(_by_attempt(path), store_at(place))
+    return list(journal.read(b"".join(merged.values()), str(path)))
 
 
 def recover(path: Path, store: Store) -> bool:

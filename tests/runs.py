@@ -8,7 +8,7 @@ from typing import Any
 from elastic import events, resume, segments
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
-from elastic.checkpoint.store import open_store
+from elastic.checkpoint.store import store_at
 from elastic.config import Config
 from elastic.data.order import digest, sample_ids
 from elastic.data.shards import Corpus
@@ -22,7 +22,7 @@ class Told:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.store = open_store(str(config.run_dir()))
+        self.store = store_at(config.place())
         self.path = config.run_dir() / segments.FILE
         self.t = 100.0
         self._base: int | None = None

@@ -10,7 +10,7 @@ import pytest
 from elastic import segments
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import open_store
+from elastic.checkpoint.store import store_at
 from elastic.config import Config, ConfigError
 from elastic.data.shards import Corpus
 from elastic.report import finished, summary_lines, verify_data
@@ -146,22 +146,22 @@ def test_another_runs_checkpoint_begins_a_new_run(tmp_path: Path, name: str) -> 
     config = changed(source.config, run="new", hosts_max=2, seed=5)
     point = asked(name.format(path=tmp_path), "seed")
     start = choose(config, point)
-    assert start.step == 30 and start.origin.startswith("from step 30 of run r (") and not exists(config.run_dir())
+    assert start.step == 30 and start.origin.startswith("from step 30 of run r (") and not exists(config.place())
     left = settle(config, point, start)
     assert left == asked("auto", "seed"), "brought: what is left is to go on"
     again = choose(config, left)
     assert again.origin == "from the checkpoint of step 30 of run r (log entry 1, attempt 1)" and again.step == 30
     assert again.changes == ("seed 0 -> 5",), "told to the new run's journal"
-    brought = CommitLog(open_store(str(config.run_dir()))).newest()
+    brought = CommitLog(store_at(config.place())).newest()
     assert brought is not None and (brought.samples, brought.key.step) == (720, 30)
-    assert open_store(str(config.run_dir())).get("data/1-1-30/1.bin") == source.store.get("data/1-1-30/1.bin")
+    assert store_at(config.place()).get("data/1-1-30/1.bin") == source.store.get("data/1-1-30/1.bin")
     assert "holds a run already, so it can't begin from" in refusal(config, point.point)
 
 
 def test_a_copy_cut_short_is_no_run_and_is_made_again(tmp_path: Path) -> None:
     source = trained(tmp_path)
     config = changed(source.config, run="new")
-    open_store(str(config.run_dir())).put("data/1-1-30/0.bin", b"half")
+    store_at(config.place()).put("data/1-1-30/0.bin", b"half")
     settle(config, asked("r"), choose(config, asked("r")))
     assert choose(config, asked()).step == 30
 
@@ -173,7 +173,7 @@ def test_damage_is_not_copied(tmp_path: Path) -> None:
     config = changed(source.config, run="new")
     with pytest.raises(CheckpointError, match="fail their CRC"):
         settle(config, asked("r"), choose(config, asked("r")))
-    assert not exists(config.run_dir())
+    assert not exists(config.place())
 
 
 def test_an_unknown_run_is_refused_with_those_there_are(tmp_path: Path) -> None:
@@ -270,14 +270,14 @@ def test_the_proof_holds_after_going_back_with_another_seed(tmp_path: Path) -> N
         run.checkpoint(1, 1, step)
     run.attempt(base=2, changes=("seed 0 -> 7",), config=changed(config, seed=7))
     run.generation(2, 4, corpus=corpus)
-    lines = verify_data(config.run_dir())
+    lines = verify_data(config.place())
     assert lines[0].startswith("14 steps of the committed lineage, 168 samples")
     assert lines[1].startswith("23 further steps were undone, by failures or by going back")
     assert lines[2] == "attempt 2 changed seed 0 -> 7"
-    entries = segments.entries(config.run_dir())
+    entries = segments.entries(config.place())
     spent = ledger.fold(entries)
     assert spent.microseconds["unknown"] == 1_000_000, "between the attempts nobody looked"
-    assert any("168 samples" in line for line in summary_lines(config.run_dir()))
+    assert any("168 samples" in line for line in summary_lines(config.place()))
 
 
 def test_a_run_that_began_from_another_proves_its_own_steps(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_run_that_began_from_another_proves_its_own_steps(tmp_path: Path) -> N
     run = Told(new)
     assert run.attempt() == 2
     run.generation(2, 4, corpus=corpus)
-    lines = verify_data(new.run_dir())
+    lines = verify_data(new.place())
     assert lines[0].startswith("4 steps of the committed lineage, 48 samples")
     assert "the 30 steps before came with another run's checkpoint; their proof is there" in lines
 
@@ -300,7 +300,7 @@ def test_a_run_that_began_from_another_proves_its_own_steps(tmp_path: Path) -> N
 def test_a_lost_journal_file_is_read_from_its_segments(tmp_path: Path) -> None:
     run = trained(tmp_path)
     segments.Sealer(run.path, run.store, attempt=1, every_s=3600.0).seal()
-    before = summary_lines(run.config.run_dir())
+    before = summary_lines(run.config.place())
     run.path.unlink()
-    assert summary_lines(run.config.run_dir()) == before
+    assert summary_lines(run.config.place()) == before
     assert "step 33 was the last completed" in choose(run.config, asked()).origin

@@ -11,6 +11,7 @@ import pytest
 from elastic import segments
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store
+from elastic.config import Place
 from elastic.segments import Sealer, recover
 from elastic.telemetry import journal
 
@@ -111,7 +112,7 @@ def test_a_lost_file_comes_back_from_storage(path: Path, store: Store) -> None:
     sealer.seal()
     append(path, tick(2))  # never sealed: lost with the file
     path.unlink()
-    assert segments.entries(path.parent) == [started(1), tick(1)]
+    assert segments.entries(Place.of_directory(path.parent)) == [started(1), tick(1)]
     assert recover(path, store) and not recover(path, store)
     assert journal.read_file(path) == [started(1), tick(1)]
 
@@ -127,7 +128,7 @@ def test_a_stale_file_and_storage_give_each_attempts_longer_half(path: Path, sto
     append(elsewhere, started(2), tick(3))
     sealer.seal()
     whole = [started(1), tick(1), tick(2), started(2), tick(3)]
-    assert segments.entries(path.parent) == whole
+    assert segments.entries(Place.of_directory(path.parent)) == whole
     assert recover(path, store) and journal.read_file(path) == whole
     Sealer(path, store, attempt=3, every_s=NEVER_S).seal()
     assert sealed(store) == whole

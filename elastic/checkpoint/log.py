@@ -9,6 +9,7 @@ commit: what lies between the two is off the run's line from then on.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,7 +137,8 @@ class CommitLog:
         return 1 + max(self._known, default=0)
 
     def _append(self, number: int, body: dict[str, Any]) -> bool:
-        if not self._store.put_if_absent(_name(number), sign(body)):
+        # A store whose answer was lost looks whether what is there is what it wrote: no two writers write the same.
+        if not self._store.put_if_absent(_name(number), sign({**body, "nonce": secrets.token_hex(8)})):
             return False
         self._known[number] = self._read(number)
         return True

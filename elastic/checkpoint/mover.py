@@ -2,9 +2,10 @@
 
 `python -m elastic.checkpoint.mover` gets its sockets and memory as open descriptors (see `command`), so its
 address and all it holds outlive it: a new one goes on where the old one died. Host and mover speak JSON
-lines over the control socket. Host to mover, the first line being the token:
+lines over the control socket. Host to mover, the first line saying the run's token and storage:
 
-    {"token": t}   {"generation": g, "rank": r, "world": w, "attempt": a, "partner": {"address", "port"} | null}
+    {"token": t, "storage": {"url", "options"}}
+    {"generation": g, "rank": r, "world": w, "attempt": a, "partner": {"address", "port"} | null}
     {"upload": {"generation": g, "step": s}}   {"seal": true}
     {"try": [{"host", "address", "port"}, ...], "limit_s": seconds}   exchange bytes with the first that answers
 
@@ -38,6 +39,7 @@ from elastic.checkpoint.peers import Partner, Peers, exchange
 from elastic.checkpoint.shard import of_buffer, table_object, to_object
 from elastic.checkpoint.store import Store, open_store
 from elastic.checkpoint.wire import ECHO_BYTES_MAX
+from elastic.config import StorageOptions
 from elastic.events import Uploaded
 from elastic.plan import Endpoint, SnapshotKey
 
@@ -50,7 +52,7 @@ BACKLOG_BYTES = 1 << 20  # a host that does not read its control socket loses ne
 _PR_SET_PDEATHSIG = 1
 
 
-def command(*, control: int, arena: int, listen: int, wake: int, storage: str) -> list[str]:
+def command(*, control: int, arena: int, listen: int, wake: int) -> list[str]:
     """The mover's command line; give the four descriptors to `subprocess.Popen(pass_fds=)`.
 
     control: one end of a unix stream socket pair; listen: a listening TCP socket; wake: an eventfd that
@@ -58,7 +60,7 @@ def command(*, control: int, arena: int, listen: int, wake: int, storage: str) -
     """
     fds = {"control": control, "arena": arena, "listen": listen, "wake": wake}
     flags = [part for name, fd in fds.items() for part in (f"--{name}", str(fd))]
-    return [sys.executable, "-m", "elastic.checkpoint.mover", *flags, "--storage", storage]
+    return [sys.executable, "-m", "elastic.checkpoint.mover", *flags]
 
 
 def uploaded_of(raw: dict[str, Any]) -> Uploaded:
@@ -69,9 +71,9 @@ def uploaded_of(raw: dict[str, Any]) -> Uploaded:
 class Mover:
     """Its life: `run`. An unexpected error ends the process, and the host starts another."""
 
-    def __init__(self, arena: Arena, store: Store, listen: socket.socket, wake: int) -> None:
+    def __init__(self, arena: Arena, listen: socket.socket, wake: int) -> None:
         self._arena = arena
-        self._store = store
+        self._store: Store
         self._listen = listen
         self._wake = wake
         self._incarnation = arena.board.mover + 1
@@ -93,7 +95,9 @@ class Mover:
             first = await reader.readline()
         if not first:
             return
-        self._token: str = json.loads(first)["token"]
+        told = json.loads(first)
+        self._token: str = told["token"]
+        self._store = open_store(told["storage"]["url"], StorageOptions.model_validate(told["storage"]["options"]))
         self._peers = Peers(self._arena, self._token, self._changed)
         asyncio.get_running_loop().add_reader(self._wake, self._on_wake)
         self._tell({"ready": True})
@@ -334,7 +338,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="elastic.checkpoint.mover")
     for name in ("control", "arena", "listen", "wake"):
         parser.add_argument(f"--{name}", type=int, required=True, help="an open descriptor")
-    parser.add_argument("--storage", required=True, help="directory or URL of the run's objects")
     args = parser.parse_args(arguments)
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -345,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     listen, control = socket.socket(fileno=args.listen), socket.socket(fileno=args.control)
 
     async def live() -> None:
-        await Mover(Arena.attach(args.arena), open_store(args.storage), listen, args.wake).run(control)
+        await Mover(Arena.attach(args.arena), listen, args.wake).run(control)
 
     asyncio.run(live())
     os._exit(0)  # not held up by an upload that storage does not answer

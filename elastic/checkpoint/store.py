@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+from elastic.config import Place, StorageOptions
 
 _TMP = ".tmp-"  # no key has a part that begins with a dot, so a half-written file is never an object
 
@@ -38,17 +39,27 @@ class Store(Protocol):
         """Nothing happens where the key does not exist."""
 
 
-def open_store(url: str) -> Store:
-    """A directory's path or `file://` URL. The directory is made when the first object is written."""
+def open_store(url: str, options: StorageOptions | None = None) -> Store:
+    """A directory's path or `file://` URL (made when the first object is written), or any other URL that fsspec knows.
+
+    CheckpointError: it knows no such scheme. Nothing is connected before the first request.
+    """
     scheme, separator, path = url.partition("://")
     if not separator:
         return DirectoryStore(Path(url))
     if scheme == "file":
         return DirectoryStore(Path(path))
-    raise CheckpointError(f"storage {url!r}: got scheme {scheme!r}, wanted a directory's path or file://PATH")
+    from elastic.checkpoint.object_store import ObjectStore
+
+    return ObjectStore(url, options)
 
 
-def _check_key(key: str) -> None:
+def store_at(place: Place) -> Store:
+    """What must outlive the run's nodes."""
+    return open_store(place.url, place.options)
+
+
+def check_key(key: str) -> None:
     if not key or any(part == "" or part.startswith(".") for part in key.split("/")):
         raise CheckpointError(f"key {key!r}: wanted parts joined by /, none of them empty or hidden")
 
@@ -109,7 +120,7 @@ class DirectoryStore:
             path.parent.rmdir()
 
     def _path(self, key: str) -> Path:
-        _check_key(key)
+        check_key(key)
         return self._root / key
 
     @contextmanager
@@ -156,12 +167,12 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        _check_key(key)
+        check_key(key)
         with self._lock:
             self._objects[key] = bytes(data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        _check_key(key)
+        check_key(key)
         with self._lock:
             absent = key not in self._objects
             if absent:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastic.checkpoint import mover
-from elastic.config import ElasticError
+from elastic.config import ElasticError, Place
 from elastic.events import Exit, to_json
 from elastic.plan import Assignment
 
@@ -193,11 +193,9 @@ class Template:
 class Mover:
     """The process that moves bytes; everything it needs outlives it."""
 
-    def __init__(self, *, arena_fd: int, listen_fd: int, wake_fd: int, storage: str, token: str, log_fd: int) -> None:
+    def __init__(self, *, arena_fd: int, listen_fd: int, wake_fd: int, place: Place, token: str, log_fd: int) -> None:
         ours, theirs = socket.socketpair()
-        command = mover.command(
-            control=theirs.fileno(), arena=arena_fd, listen=listen_fd, wake=wake_fd, storage=storage
-        )
+        command = mover.command(control=theirs.fileno(), arena=arena_fd, listen=listen_fd, wake=wake_fd)
         self.process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno(), arena_fd, listen_fd, wake_fd],
@@ -209,7 +207,7 @@ class Mover:
         self.lines = Lines(ours)
         self.pidfd = os.pidfd_open(self.process.pid)
         self.ready = False
-        self.lines.write({"token": token})
+        self.lines.write({"token": token, "storage": {"url": place.url, "options": place.options.model_dump()}})
 
     @property
     def pid(self) -> int:

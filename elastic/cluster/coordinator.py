@@ -29,7 +29,7 @@ from elastic import events
 from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
-from elastic.checkpoint.store import Store, open_store
+from elastic.checkpoint.store import Store, store_at
 from elastic.clock import RealClock
 from elastic.cluster.stream import Server
 from elastic.config import Config, ElasticError
@@ -226,7 +226,7 @@ class Coordinator:
         # A further group of the same submission goes on from what the first one reached.
         start = choose(self._config, replace(self._asked, point="auto") if self._group else self._asked)
         assert not start.other, start
-        store = open_store(str(self._config.run_dir()))
+        store = store_at(self._config.place())
         log = CommitLog(store)
         attempt = log.claim(f"{socket.gethostname()}:{os.getpid()}", base=start.base)
         durable = self._durable(log)
@@ -280,7 +280,7 @@ class Coordinator:
         for previous in (self._commits, self._sealer, self._progress):
             if previous is not None:
                 previous.close()
-        store = open_store(str(self._config.run_dir()))
+        store = store_at(self._config.place())
         self._progress = Progress(self._journal)
         self._sealer = Sealer(self._journal, store, attempt=attempt)
         self._commits = Committer(

@@ -237,7 +237,7 @@ class Crew:
                 arena_fd=resources.arena.fd,
                 listen_fd=resources.mover_listener.fileno(),
                 wake_fd=resources.wake_fd,
-                storage=str(self._config.run_dir()),
+                place=self._config.place(),
                 token=self._told_to_template["token"],
                 log_fd=resources.log_fd,
             )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.store import open_store
+from elastic.checkpoint.store import store_at
 from elastic.cluster.check import HostCheck
 from elastic.cluster.children import HostError
 from elastic.cluster.crew import Crew
@@ -63,7 +63,7 @@ def run_host(settings: HostSettings, *, stopped: Callable[[], bool]) -> str:
     """
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     client = Client(settings.coordinator.address, settings.coordinator.port, settings.token)
-    tails = LogTails(settings.log_dir, open_store(str(settings.config.run_dir())), settings.node)
+    tails = LogTails(settings.log_dir, store_at(settings.config.place()), settings.node)
     try:
         while True:
             # Unique also across processes: an evicted incarnation never comes back.

@@ -19,6 +19,7 @@ from elastic.cluster.host_slots import HostLimits
 from elastic.cluster.ray_private import in_place_trainer
 from elastic.config import Config, ConfigError
 from elastic.data.prepare import prepare
+from elastic.report import point_to
 from elastic.resume import Resume, choose, settle
 from elastic.worker.task import name_of
 from elastic.worker.task_check import check
@@ -75,6 +76,7 @@ class ElasticTrainer:
         config = self.config
         prepare(config.data, progress=logger.info)
         with only_driver(config.run_dir()):
+            point_to(config.place())
             resume = settle(config, self.resume, choose(config, self.resume))
             actor = coordinator.start(config, resume)
             try:
@@ -124,14 +126,21 @@ def scaling_of(config: Config) -> ScalingConfig:
 def run_of(config: Config) -> RunConfig:
     starts = max(1, round(config.control.hosts_wait_s / GROUP_START_S))
     failure_config = FailureConfig(max_failures=config.max_failures, controller_failure_limit=starts - 1)
-    return RunConfig(name=config.run, storage_path=str(Path(config.storage).resolve()), failure_config=failure_config)
+    return RunConfig(name=config.run, storage_path=str(_directory(config)), failure_config=failure_config)
+
+
+def _directory(config: Config) -> Path:
+    """What Ray Train keeps of its own, and what the driver works on, lies in a directory; only our store knows URLs."""
+    return config.run_dir().parent.resolve()
 
 
 def merged(config: Config, scaling: ScalingConfig, run: RunConfig) -> Config:
     """The configuration that hosts and coordinator get; checked again, with absolute paths."""
+    is_elsewhere = config.place().url != str(config.run_dir()) and run.storage_path == str(_directory(config))
     changed = {
         "run": run.name,
-        "storage": run.storage_path,
+        "storage": config.storage if is_elsewhere else run.storage_path,
+        "directory": str(_directory(config)),
         "max_failures": run.failure_config.max_failures,
         "hosts_min": scaling.min_workers,
         "hosts_max": scaling.max_workers,

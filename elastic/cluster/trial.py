@@ -36,14 +36,14 @@ def run(config: Config, faults: list[Fault], *, progress: session.Observer, say:
     if ended.error is not None or not injectors:
         say(f"the run did not finish: {ended.error}")
         return False
-    entries = entries_of(config.run_dir())
+    entries = entries_of(config.place())
     found = recoveries(entries, [done.at_s for done in injectors[0].done])
     for line in recovery_lines(found):
         say(line)
     left = injectors[0].faults
     if left:
         say(f"not injected, the run ended before: {', '.join(map(str, left))}")
-    for line in verify_data(config.run_dir()):
+    for line in verify_data(config.place()):
         say(line)
     say("now its twin: the same job without faults, changing its world at the same steps by plan")
     return _equals_twin(config, entries, say) and not left

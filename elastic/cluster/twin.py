@@ -15,7 +15,7 @@ from typing import Any
 from elastic import events
 from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import open_store
+from elastic.checkpoint.store import store_at
 from elastic.clock import RealClock
 from elastic.cluster.local import LocalCluster
 from elastic.config import Config, ElasticError
@@ -49,7 +49,8 @@ def run_locally(config: Config, *, say: Callable[[str], None]) -> list[dict[str,
     manifest = prepare(config.data, progress=say)
     run_dir = config.run_dir().resolve()
     shutil.rmtree(run_dir, ignore_errors=True)
-    store = open_store(str(run_dir))
+    absolute = config.model_copy(update={"storage": str(run_dir.parent)})
+    store = store_at(absolute.place())
     log = CommitLog(store)
     attempt = log.claim("twin")
     commits = Committer(
@@ -62,7 +63,6 @@ def run_locally(config: Config, *, say: Callable[[str], None]) -> list[dict[str,
         keep=config.checkpoint.keep,
     )
     path = run_dir / "journal.jsonl"
-    absolute = config.model_copy(update={"storage": str(Path(config.storage).resolve())})
     with tempfile.TemporaryDirectory(prefix=f"elastic-{config.run}-") as disk:
         cluster = LocalCluster(absolute, log_dir=Path(disk), prepared=manifest.parent.resolve())
         try:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from elastic.checkpoint import save
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.errors import CheckpointError, SourceFailed, StateError
-from elastic.checkpoint.store import open_store
+from elastic.checkpoint.store import store_at
 from elastic.config import Config, ConfigError, Sizes, TaskError
 from elastic.data.loader import Loader, MicroBatch, held_out_batches
 from elastic.data.shards import Corpus
@@ -78,7 +78,7 @@ def run(inheritance: Inheritance, channel: socket.socket, *, warm: bool) -> int:
     _log_where(assignment)
     seat = Seat(
         arena=arena,
-        store=open_store(str(inheritance.config.run_dir())),
+        store=store_at(inheritance.config.place()),
         probes=probes,
         wake_fd=inheritance.wake_fd,
         token=inheritance.token,

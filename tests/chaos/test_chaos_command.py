@@ -25,9 +25,9 @@ def test_kills_on_ray_change_nothing_but_time(tmp_path: Path) -> None:
     passed = trial.run(config, chosen, progress=lambda entries, nodes: None, say=told.append)
     story = "\n".join(told)
     assert passed, story
-    found = recoveries(entries_of(config.run_dir()))
+    found = recoveries(entries_of(config.place()))
     assert [r.failure for r in found][:2] == ["lost process", "lost node"], story
     assert all(recovery.tier == "memory" for recovery in found), story
     assert found[0].redone <= 1 and found[1].redone <= 2, story
-    worlds = {record["world"] for record in lineage(entries_of(config.run_dir()))}
+    worlds = {record["world"] for record in lineage(entries_of(config.place()))}
     assert {2, 4} <= worlds, story

@@ -27,10 +27,10 @@ def test_each_ending_is_clean_and_the_same_command_goes_on(tmp_path: Path) -> No
         finished(config, tmp_path, durable)
         killed.agents_ended()
 
-    entries = entries_of(config.run_dir())
+    entries = entries_of(config.place())
     assert [entry["event"]["attempt"] for entry in entries if entry["event"]["kind"] == "RunStarted"] == [1, 2, 3, 4]
-    assert "200 steps of the committed lineage" in verify_data(config.run_dir())[0]
-    output = list(trainer_lines(config.run_dir(), generation=None, rank=None, follow=False))
+    assert "200 steps of the committed lineage" in verify_data(config.place())[0]
+    output = list(trainer_lines(config.place(), generation=None, rank=None, follow=False))
     assert output[0].endswith("ranks 0-1") and any("rank 0 of 2" in line for line in output[1:3]), output[:3]
     assert twin.differences(entries, twin.run_locally(twin.config_of(config, entries), say=lambda _: None)) == []
 

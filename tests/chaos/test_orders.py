@@ -69,10 +69,10 @@ def test_status_drain_pause_resume_set_and_stop(tmp_path: Path) -> None:
         assert train.ended() == 0, train.said
     over = elastic("status", run_dir)
     assert over.returncode == 1 and "is not running" in over.stderr
-    entries = entries_of(config.run_dir())
+    entries = entries_of(config.place())
     reasons = "\n".join(entry["reason"] for entry in entries)
     assert "new disk" in reasons and "stop requested by" in reasons
     assert not any(entry["incident"] for entry in entries)
     done = [e["event"]["record"]["step"] for e in entries if e["event"]["kind"] == "StepCompleted"]
     assert done == list(range(1, done[-1] + 1)), "nothing was redone"
-    assert any("exactly once" in line for line in verify_data(config.run_dir()))
+    assert any("exactly once" in line for line in verify_data(config.place()))

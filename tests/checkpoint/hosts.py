@@ -43,11 +43,11 @@ class Host:
     def start_mover(self) -> None:
         self.control, theirs = socket.socketpair()
         fds = [theirs.fileno(), self.arena.fd, self.listen.fileno(), self.wake]
-        argv = command(control=fds[0], arena=fds[1], listen=fds[2], wake=fds[3], storage=str(self.storage))
+        argv = command(control=fds[0], arena=fds[1], listen=fds[2], wake=fds[3])
         self.mover = subprocess.Popen(argv, pass_fds=fds, cwd=ROOT)
         theirs.close()
         self._heard = b""
-        self.tell(token=TOKEN)
+        self.tell(token=TOKEN, storage={"url": str(self.storage), "options": {}})
         self.hear("ready")
 
     def kill_mover(self) -> None:

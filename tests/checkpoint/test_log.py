@@ -60,8 +60,8 @@ def test_what_storage_refuses_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointError, match="can't write"):
         open_store(str(tmp_path / "file")).put("data/0.bin", b"x")
-    with pytest.raises(CheckpointError, match="scheme 'ftp'"):
-        open_store("ftp://x")
+    with pytest.raises(CheckpointError, match="storage nosuch://: "):
+        open_store("nosuch://x")
     open_store(f"file://{tmp_path}/ok").put("data/0.bin", b"x")
     assert (tmp_path / "ok/data/0.bin").read_bytes() == b"x"
 

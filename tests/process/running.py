@@ -10,7 +10,7 @@ from typing import Any
 from elastic import events
 from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import open_store
+from elastic.checkpoint.store import store_at
 from elastic.clock import RealClock
 from elastic.cluster.local import LocalCluster
 from elastic.config import Config, parse
@@ -94,7 +94,7 @@ class Running:
         self.config = config
         self.cluster = LocalCluster(config, log_dir=path / "logs", prepared=Path(config.data.prepared))
         self.seen = _Recorded(self.cluster)
-        store = open_store(str(config.run_dir()))
+        store = store_at(config.place())
         log = CommitLog(store)
         self.journal = config.run_dir() / "journal"
         attempt = log.claim("test")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import open_store
+from elastic.checkpoint.store import store_at
 from elastic.controller.state import Phase
 from elastic.report import verify_data
 from elastic.telemetry import journal
@@ -71,6 +71,6 @@ def test_journal_proves_the_samples_and_storage_holds_the_end(tmp_path: Path) ->
     run_dir = config.run_dir()
     os.rename(run.journal, run_dir / "journal.jsonl")
     (run_dir / "config.yaml").write_text(config.model_dump_json())
-    assert "20 steps of the committed lineage, 240 samples" in verify_data(run_dir)[0]
-    newest = CommitLog(open_store(str(run_dir))).newest()
+    assert "20 steps of the committed lineage, 240 samples" in verify_data(config.place())[0]
+    newest = CommitLog(store_at(config.place())).newest()
     assert newest is not None and newest.key.step == 20

@@ -12,7 +12,7 @@ import pytest
 
 from elastic import segments
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import open_store
+from elastic.checkpoint.store import store_at
 from elastic.cluster.coordinator import GENERATIONS_LOST_MAX, Coordinator
 from elastic.cluster.host import HostSettings, run_host
 from elastic.config import Config
@@ -68,30 +68,30 @@ def test_the_run_goes_on_with_its_whole_account_and_can_go_back(tmp_path: Path) 
     journal = config.run_dir() / segments.FILE
     process = submit(config, Resume())
     deadline_s = time.monotonic() + LIMIT_S
-    while (newest := CommitLog(open_store(str(config.run_dir()))).newest()) is None or newest.key.step < 10:
+    while (newest := CommitLog(store_at(config.place())).newest()) is None or newest.key.step < 10:
         assert process.is_alive() and time.monotonic() < deadline_s, newest
         time.sleep(0.02)
     process.kill()
     process.join(LIMIT_S)
     journal.unlink()
-    known = lineage(segments.entries(config.run_dir()))
+    known = lineage(segments.entries(config.place()))
     assert [record["step"] for record in known][: newest.key.step] == list(range(1, newest.key.step + 1))
 
     finish(config, Resume())
-    entries = segments.entries(config.run_dir())
+    entries = segments.entries(config.place())
     assert [e["event"]["attempt"] for e in entries if e["event"]["kind"] == "RunStarted"] == [1, 2]
     assert max(entry["generation"] for entry in entries) > GENERATIONS_LOST_MAX
-    assert verify_data(config.run_dir())[0].startswith(f"{STEPS} steps of the committed lineage, {12 * STEPS} samples")
+    assert verify_data(config.place())[0].startswith(f"{STEPS} steps of the committed lineage, {12 * STEPS} samples")
     assert ledger.fold(entries).microseconds["unknown"] > 0
-    assert any("unknown" in line for line in summary_lines(config.run_dir()))
+    assert any("unknown" in line for line in summary_lines(config.place()))
     journal.unlink()
-    assert segments.entries(config.run_dir()) == entries, "the end is in storage too"
+    assert segments.entries(config.place()) == entries, "the end is in storage too"
 
     losses = {record["step"]: record["loss"] for record in lineage(entries)}
     finish(config, Resume(point="10"))
-    entries = segments.entries(config.run_dir())
+    entries = segments.entries(config.place())
     assert {record["step"]: record["loss"] for record in lineage(entries)} == losses, "redone, bit for bit"
     assert "starts from the checkpoint of step 10 (log entry" in next(
         entry["reason"] for entry in reversed(entries) if entry["event"]["kind"] == "RunStarted"
     )
-    assert verify_data(config.run_dir())[0].startswith(f"{STEPS} steps of the committed lineage, {12 * STEPS} samples")
+    assert verify_data(config.place())[0].startswith(f"{STEPS} steps of the committed lineage, {12 * STEPS} samples")

@@ -1,0 +1,272 @@
+"""Durable storage behind an fsspec URL: s3:// through s3fs, gs:// and az:// where their packages are installed.
+
+One retry loop for every request, here and nowhere below: with jitter, until a deadline, only for what another try may
+change. What it gives up on is one sentence with the service's own code.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+from elastic.checkpoint.store import check_key
+from elastic.config import StorageOptions
+
+PART_BYTES = 8 << 20
+PARTS_AT_ONCE = 8
+RETRY_S = (0.1, 5.0)
+CONNECT_S, ANSWER_S = 5, 30
+
+_AGAIN = frozenset(
+    (
+        "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
+        "ServiceUnavailable", "InternalError", "RequestTimeout", "OperationAborted", "ConditionalRequestConflict",
+        "IncompleteBody", "BadDigest", "408", "409", "429", "500", "502", "503", "504",
+    )
+)  # fmt: skip
+_NEW_CREDENTIALS = frozenset(["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"])
+_EXISTS = frozenset(("PreconditionFailed", "412"))
+_HELP = {
+    "NoSuchBucket": "there is no such bucket; create it, or correct `storage`",
+    "AccessDenied": "these credentials may not do this; they need to list, get, put and delete there",
+    "403": "these credentials may not do this; they need to list, get, put and delete there",
+    "InvalidAccessKeyId": "the service does not know this access key; check the credentials",
+    "SignatureDoesNotMatch": "the secret key is wrong, or something on the way changes requests",
+    "RequestTimeTooSkewed": "the clock of this machine is off; set it",
+    "PermanentRedirect": "the bucket is in another region; set the region or the endpoint",
+    "AuthorizationHeaderMalformed": "the bucket is in another region; set the region",
+    "ExpiredToken": "the credentials have expired and the chain gave no newer ones",
+    "NotImplemented": "the service does not know this request",
+}
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class ObjectStore:
+    """The `Store` of one URL. Made without a connection, so that it may be carried over a fork; opened at first use."""
+
+    def __init__(self, url: str, options: StorageOptions | None = None) -> None:
+        """CheckpointError: no filesystem for this kind of URL."""
+        self._url = url.rstrip("/")
+        self._scheme = urlsplit(url).scheme
+        self._options = options or StorageOptions()
+        self._deadline_s = self._options.deadline_s
+        self._lock = threading.Lock()
+        self._opened: tuple[int, Any, str] | None = None
+        _filesystem_class(self._scheme)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        path = self._path(key)
+        self._request(f"write {key}", lambda fs: _upload(fs, path, data))
+        size = self._request(f"look at {key}", lambda fs: fs.info(path, refresh=True)["size"])
+        if size != len(data):
+            raise CheckpointError(f"{self._url}/{key} has {size} bytes after {len(data)} were written; is it full?")
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        path = self._path(key)
+        if self._request(f"create {key}", lambda fs: _create(fs, path, bytes(data))):
+            return True
+        # The answer to an earlier try of ours may have been lost: then what is there is what we wrote.
+        return self.get(key) == data
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        path = self._path(key)
+        if stop is not None and stop <= start:
+            return b""
+        limits = {} if start == 0 and stop is None else {"start": start, "end": stop}
+        return bytes(self._request(f"read {key}", lambda fs: _read(fs, path, limits)))
+
+    def list(self, prefix: str) -> dict[str, int]:
+        found = self._request(f"list {prefix}", lambda fs: self._find(fs, prefix))
+        return dict(sorted(found.items()))
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        self._request(f"delete {key}", lambda fs: _delete(fs, path))
+
+    def _find(self, fs: Any, prefix: str) -> dict[str, int]:
+        root = self._root()
+        folder, _, name = prefix.rpartition("/")
+        top = f"{root}/{folder}" if folder else root
+        try:
+            entries = fs.find(top, detail=True, prefix=name) if name else fs.find(top, detail=True)
+        except FileNotFoundError as error:
+            if _code(error) == "NoSuchBucket":
+                raise
+            return {}
+        keys = {path[len(root) + 1 :]: int(entry["size"]) for path, entry in entries.items()}
+        return {key: size for key, size in keys.items() if key.startswith(prefix)}
+
+    def _path(self, key: str) -> str:
+        check_key(key)
+        return f"{self._root()}/{key}"
+
+    def _root(self) -> str:
+        return self._filesystem()[1]
+
+    def _filesystem(self) -> tuple[Any, str]:
+        """This process's own: its thread and its sockets do not survive a fork."""
+        with self._lock:
+            if self._opened is None or self._opened[0] != os.getpid():
+                fs, root = _open(self._url, self._options)
+                self._opened = (os.getpid(), fs, root)
+            return self._opened[1:]
+
+    def _renew(self) -> None:
+        """A new filesystem asks the chain of credentials anew."""
+        with self._lock:
+            self._opened = None
+
+    def _request(self, what: str, call: Callable[[Any], T]) -> T:
+        """ObjectMissing, or CheckpointError once another try is useless or the deadline has passed."""
+        deadline_s, wait_s, tries = time.monotonic() + self._deadline_s, RETRY_S[0], 0
+        while True:
+            tries += 1
+            try:
+                return call(self._filesystem()[0])
+            except CheckpointError:
+                raise
+            except Exception as error:  # of whatever library is below
+                code = _code(error)
+                if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+                    raise ObjectMissing(f"{self._url}: can't {what}: it does not exist") from error
+                left_s = deadline_s - time.monotonic()
+                if not _may_pass(error, code) or left_s <= 0:
+                    raise CheckpointError(self._sentence(what, error, code, tries)) from error
+                if code in _NEW_CREDENTIALS:
+                    self._renew()
+                _log.debug("try %d to %s: %s", tries, what, error)
+            time.sleep(min(left_s, random.uniform(wait_s / 2, wait_s)))
+            wait_s = min(2 * wait_s, RETRY_S[1])
+
+    def _sentence(self, what: str, error: Exception, code: str, tries: int) -> str:
+        told = str(error) or type(error).__name__
+        help_ = _HELP.get(code, "is the endpoint right and reachable?" if _may_pass(error, code) else "")
+        often = f" ({tries} tries in {self._deadline_s:.0f} s)" if tries > 1 else ""
+        named = f"{code}: " if code and code not in told else ""
+        return f"{self._url}: can't {what}{often}: {named}{told}".rstrip(".") + (f"; {help_}" if help_ else "")
+
+
+def _filesystem_class(scheme: str) -> Any:
+    import fsspec
+
+    try:
+        return fsspec.get_filesystem_class(scheme)
+    except (ValueError, ImportError) as error:
+        raise CheckpointError(
+            f"storage {scheme}://: {error}; wanted a directory's path, file://, s3:// or a scheme whose fsspec package "
+            "is installed"
+        ) from error
+
+
+def _open(url: str, options: StorageOptions) -> tuple[Any, str]:
+    """A filesystem of its own, and the run's root in it."""
+    import fsspec
+
+    if not url.startswith(("s3://", "s3a://")):
+        fs, root = fsspec.url_to_fs(url, skip_instance_cache=True)
+        return fs, root.rstrip("/")
+    fs, root = fsspec.url_to_fs(
+        url,
+        skip_instance_cache=True,
+        use_listings_cache=False,
+        endpoint_url=options.endpoint,
+        client_kwargs={"region_name": options.region} if options.region else {},
+        config_kwargs={
+            "connect_timeout": CONNECT_S,
+            "read_timeout": ANSWER_S,
+            "retries": {"total_max_attempts": 1},
+            "max_pool_connections": 4 * PARTS_AT_ONCE,
+            "request_checksum_calculation": options.checksums,
+            "response_checksum_validation": options.checksums,
+        },
+    )
+    fs.retries = 1
+    return fs, root.rstrip("/")
+
+
+class _Parts:
+    """Bytes that are copied a slice at a time, when a part is sent: the clients take no memoryview."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, part: slice) -> bytes:
+        return bytes(self._data[part])
+
+
+def _upload(fs: Any, path: str, data: bytes | memoryview) -> None:
+    if "s3" in fs.protocol and len(data) >= 2 * PART_BYTES:
+        fs.pipe_file(path, _Parts(memoryview(data)), chunksize=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+    else:
+        fs.pipe_file(path, bytes(data))
+
+
+def _create(fs: Any, path: str, data: bytes) -> bool:
+    try:
+        fs.pipe_file(path, data, mode="create")
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if _code(error) in _EXISTS:
+            return False
+        raise
+    return True
+
+
+def _read(fs: Any, path: str, limits: dict[str, Any]) -> bytes:
+    try:
+        found: bytes = fs.cat_file(path, **limits)
+    except OSError as error:
+        if _code(error) in ("InvalidRange", "416"):
+            return b""
+        raise
+    return found
+
+
+def _delete(fs: Any, path: str) -> None:
+    try:
+        fs.rm_file(path)
+    except FileNotFoundError as error:
+        if _code(error) == "NoSuchBucket":
+            raise
+
+
+def _code(error: BaseException) -> str:
+    """The service's own code, "" where it gave none."""
+    seen: BaseException | None = error
+    while seen is not None:
+        response = getattr(seen, "response", None)
+        if isinstance(response, Mapping) and response.get("Error", {}).get("Code"):
+            return str(response["Error"]["Code"])
+        seen = seen.__cause__
+    return ""
+
+
+def _may_pass(error: Exception, code: str) -> bool:
+    """Whether another try may go better: throttling, a fault of the service, the network, expired credentials."""
+    if code:
+        return code in _AGAIN or code in _NEW_CREDENTIALS
+    if isinstance(error, PermissionError | FileNotFoundError | FileExistsError | NotImplementedError):
+        return False
+    if isinstance(error, OSError | TimeoutError | EOFError):
+        return error.errno not in (errno.EINVAL, errno.ENOSYS) if isinstance(error, OSError) else True
+    module = type(error).__module__.partition(".")[0]
+    return module in ("botocore", "aiobotocore", "aiohttp") and not _is_mistake(error)
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Of the caller or the configuration."""
+    return any(word in type(error).__name__ for word in ("Credential", "ParamValidation", "Region", "Profile"))

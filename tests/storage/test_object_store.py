@@ -1,0 +1,156 @@
+"""The store over a real S3 service: the contract, and what it says and does when requests go wrong."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+from elastic.checkpoint.log import CommitLog
+from elastic.checkpoint.object_store import PART_BYTES, ObjectStore
+from elastic.checkpoint.probe import probe
+from elastic.config import StorageOptions
+from tests.storage.servers import Proxy, Request
+
+
+def test_the_contract(store: ObjectStore) -> None:
+    assert store.list("data/") == {}
+    with pytest.raises(ObjectMissing):
+        store.get("data/1/0.bin")
+    store.put("data/1/0.bin", memoryview(b"0123456789"))
+    store.put("data/1/1.bin", b"")
+    assert store.get("data/1/0.bin") == b"0123456789"
+    assert store.get("data/1/0.bin", 2, 5) == b"234"
+    assert store.get("data/1/0.bin", 8, 20) == b"89"
+    assert store.get("data/1/0.bin", 20, 30) == b""
+    assert store.get("data/1/1.bin") == b""
+    assert store.list("data/1/") == {"data/1/0.bin": 10, "data/1/1.bin": 0}
+    assert store.list("data/1/0") == {"data/1/0.bin": 10}
+    assert store.list("log/") == {}
+    store.delete("data/1/0.bin")
+    store.delete("data/1/0.bin")
+    assert list(store.list("")) == ["data/1/1.bin"]
+
+
+def test_a_large_object_goes_in_parts(store: ObjectStore, proxy: Proxy) -> None:
+    data = os.urandom(5 * PART_BYTES + 123)
+    store.put("data/1/0.bin", memoryview(data))
+    assert sum("partNumber" in request.path for request in proxy.requests) == 6
+    assert store.get("data/1/0.bin") == data
+    assert store.get("data/1/0.bin", PART_BYTES - 5, PART_BYTES + 5) == data[PART_BYTES - 5 : PART_BYTES + 5]
+
+
+def test_only_one_of_many_creates(url: str, options: StorageOptions) -> None:
+    stores = [ObjectStore(url, options) for _ in range(6)]
+    won: list[int] = []
+
+    def create(number: int) -> None:
+        if stores[number].put_if_absent("log/00000001.json", b"by %d" % number):
+            won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1 and stores[0].get("log/00000001.json") == b"by %d" % won[0]
+    assert not stores[0].put_if_absent("log/00000001.json", b"later")
+
+
+def test_attempts_are_numbered_and_fenced(url: str, options: StorageOptions) -> None:
+    first, second = (CommitLog(ObjectStore(url, options)) for _ in range(2))
+    assert first.claim("a") == 1 and second.claim("a") == 2
+    assert [entry.attempt for entry in first.entries()] == [1, 2]
+
+
+def puts(request: Request) -> bool:
+    return request.method == "PUT"
+
+
+class Times:
+    """A rule that breaks the first `count` requests that match."""
+
+    def __init__(self, count: int, action: str, match: object = puts) -> None:
+        self.left, self.action, self.match = count, action, match
+
+    def __call__(self, request: Request) -> str:
+        if self.left and self.match(request):  # type: ignore[operator]  # a predicate
+            self.left -= 1
+            return self.action
+        return ""
+
+
+@pytest.mark.parametrize("action", ["503 SlowDown", "500 InternalError", "refuse", "lost", "400 ExpiredToken"])
+def test_what_passes_is_tried_again(store: ObjectStore, proxy: Proxy, action: str) -> None:
+    proxy.rule = Times(3, action)
+    store.put("data/1/0.bin", b"whole")
+    assert store.get("data/1/0.bin") == b"whole"
+
+
+def test_a_creation_whose_answer_was_lost_is_ours(store: ObjectStore, proxy: Proxy) -> None:
+    proxy.rule = Times(1, "lost")
+    assert store.put_if_absent("log/00000001.json", b"mine")
+    assert not store.put_if_absent("log/00000001.json", b"another's")
+
+
+@pytest.mark.parametrize("nbytes", [1000, 3 * PART_BYTES])
+def test_an_answer_that_ends_half_way_is_no_answer(store: ObjectStore, proxy: Proxy, nbytes: int) -> None:
+    data = os.urandom(nbytes)
+    store.put("data/1/0.bin", data)
+    proxy.rule = Times(2, "cut", lambda request: request.method == "GET")
+    assert store.get("data/1/0.bin") == data
+
+
+def test_one_lost_part_of_many(store: ObjectStore, proxy: Proxy) -> None:
+    data = os.urandom(4 * PART_BYTES)
+    proxy.rule = Times(1, "503 SlowDown", lambda request: "partNumber=3" in request.path)
+    store.put("data/1/0.bin", data)
+    assert store.get("data/1/0.bin") == data
+
+
+def test_an_outage_is_given_up_after_the_deadline(url: str, proxy: Proxy) -> None:
+    store = ObjectStore(url, StorageOptions(endpoint=proxy.endpoint, deadline_s=1.0))
+    proxy.rule = lambda request: "503 SlowDown"
+    with pytest.raises(CheckpointError, match=r"can't write data/1/0.bin \(\d+ tries in 1 s\): SlowDown"):
+        store.put("data/1/0.bin", b"x")
+
+
+def test_mistakes_are_one_sentence_at_once(
+    url: str, options: StorageOptions, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(store: ObjectStore) -> str:
+        before = len(proxy.requests)
+        with pytest.raises(CheckpointError) as caught:
+            store.put("data/1/0.bin", b"x")
+        assert len(proxy.requests) - before <= 2, "no use in trying again"
+        return str(caught.value)
+
+    for action, told in (
+        ("404 NoSuchBucket", "there is no such bucket"),  # SeaweedFS itself makes one
+        ("403 AccessDenied", "these credentials may not do this"),
+        ("403 RequestTimeTooSkewed", "the clock of this machine is off"),
+        ("301 PermanentRedirect", "another region"),
+    ):
+        proxy.rule = Times(9, action)
+        assert told in refusal(ObjectStore(url, options))
+    proxy.rule = lambda request: ""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    assert "the secret key is wrong" in refusal(ObjectStore(url, options))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    assert "does not know this access key" in refusal(ObjectStore(url, options))
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.delenv(name)
+    assert "credentials" in refusal(ObjectStore(url, options))
+
+
+def test_nobody_listens(url: str) -> None:
+    store = ObjectStore(url, StorageOptions(endpoint="http://127.0.0.1:9", deadline_s=1.0))
+    with pytest.raises(CheckpointError, match="is the endpoint right and reachable"):
+        store.list("data/")
+
+
+def test_the_service_passes_the_probe(store: ObjectStore, url: str) -> None:
+    probe(store, url)
+    assert store.list("probe/") == {}
