@@ -5,14 +5,14 @@ PY := $(VENV)/bin/python
 JOB ?= jobs/quickstart.yaml
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test setup setup-dev check unit sim process chaos campaign bench clean
+.PHONY: train test setup setup-dev check unit sim test-storage process chaos campaign bench clean
 
 train: setup
 	$(VENV)/bin/elastic train $(JOB)
 
 test: setup-dev check
 	$(MAKE) --no-print-directory -j2 -O unit sim
-	$(MAKE) --no-print-directory process chaos
+	$(MAKE) --no-print-directory test-storage process chaos
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -30,10 +30,14 @@ check: setup-dev
 	$(VENV)/bin/lint-imports
 
 unit: setup-dev
-	$(PY) -m pytest tests --ignore=tests/sim --ignore=tests/process --ignore=tests/chaos
+	$(PY) -m pytest tests --ignore=tests/sim --ignore=tests/process --ignore=tests/chaos --ignore=tests/storage
 
 sim: setup-dev
 	$(PY) -m pytest tests/sim
+
+# A real S3 server (SeaweedFS, from PyPI), started by the tests themselves, and a proxy that breaks requests.
+test-storage: setup-dev
+	$(PY) -m pytest tests/storage
 
 process: setup-dev
 	$(PY) -m pytest tests/process
