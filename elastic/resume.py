@@ -7,8 +7,11 @@ log. `bring` begins a run with another run's checkpoint.
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,12 @@ from pydantic import ValidationError
 
 from elastic import segments
 from elastic.checkpoint.errors import ObjectMissing
-from elastic.checkpoint.log import SEED, CommitLog, Entry
-from elastic.checkpoint.manifest import Manifest, ShardRecord, check_present
+from elastic.checkpoint.log import CommitLog, Entry
+from elastic.checkpoint.manifest import About, Manifest, build
 from elastic.checkpoint.shard import of_object, table_object
 from elastic.checkpoint.store import Store, open_store, store_at
 from elastic.config import BUILT_IN_TASK, Config, ConfigError, Model, Place
+from elastic.events import Uploaded
 from elastic.model.shape import tensor_sizes
 from elastic.telemetry.lineage import lineage
 
@@ -109,7 +113,7 @@ def _go_on(config: Config, asked: Resume) -> Start:
         return Start(origin="; ".join(["from the seed", *damaged, *why]))
     manifest = _manifest(entry)
     changes = _check(config, manifest, saved_config(store), asked)
-    other = f" of run {manifest.run}" if manifest.run != config.run else ""
+    other = f" of run {manifest.about.run}" if manifest.about.run != config.run else ""
     told = f"from the checkpoint of step {manifest.key.step}{other} (log entry {entry.number}, attempt {entry.attempt})"
     newer = _why_not_newer(config, log, entry) if asked.point == "auto" else _given_up(log, entry)
     base = None if asked.point == "auto" else entry.number
@@ -133,20 +137,9 @@ def _why_not_newer(config: Config, log: CommitLog, entry: Entry) -> Iterator[str
     if left := [other for other in log.checkpoints() if other.number > entry.number and other.number not in line]:
         yield f"the run went back from its checkpoints of steps {_steps(left)}"
     records = lineage(segments.entries(config.place()))
-    if records and records[-1]["attempt"] >= _went_back(log) and records[-1]["step"] > _manifest(entry).key.step:
+    if records and records[-1]["attempt"] >= log.branch() and records[-1]["step"] > _manifest(entry).key.step:
         last = records[-1]["step"]
         yield f"step {last} was the last completed, its state was only in the memory of hosts that are gone"
-
-
-def _went_back(log: CommitLog) -> int:
-    """The last attempt that did not start from the newest checkpoint before it: what older ones did is undone."""
-    newest = last = 0
-    for entry in log.entries():
-        if entry.manifest is not None:
-            newest = entry.number
-        elif SEED <= entry.base < newest:
-            last = entry.attempt
-    return last
 
 
 def _given_up(log: CommitLog, entry: Entry) -> Iterator[str]:
@@ -174,7 +167,7 @@ def _begin_from(config: Config, asked: Resume) -> Start:
         raise ConfigError(f"--resume {asked.point}: {where} has no checkpoint; give a run that has one")
     manifest = _manifest(entry)
     return Start(
-        origin=f"from step {manifest.key.step} of run {manifest.run} ({where}, log entry {entry.number})",
+        origin=f"from step {manifest.key.step} of run {manifest.about.run} ({where}, log entry {entry.number})",
         step=manifest.key.step,
         other=where,
         changes=_check(config, manifest, saved_config(store), asked),
@@ -217,7 +210,7 @@ def bring(config: Config, start: Start) -> None:
     manifest = CommitLog(source).newest()
     assert manifest is not None, start
     folder = f"data/1-{manifest.key.generation}-{manifest.key.step}"
-    records = []
+    uploads = []
     for record in manifest.shards:
         name = f"{folder}/{record.rank}.bin"
         table, data = source.get(table_object(record.object)), source.get(record.object)
@@ -225,11 +218,16 @@ def bring(config: Config, start: Start) -> None:
         shard.verify(np.frombuffer(data, dtype=np.uint8), [(0, shard.nbytes)], where=record.object)
         target.put(name, data)
         target.put(table_object(name), table)
-        records.append(
-            ShardRecord(rank=record.rank, object=name, nbytes=record.nbytes, table_sha256=record.table_sha256)
-        )
-    brought = replace(manifest, shards=tuple(records), retired=())
-    check_present(target, brought)
+        uploads.append(Uploaded(key=manifest.key, rank=record.rank, object=name, nbytes=record.nbytes))
+    brought = build(
+        target,
+        uploads,
+        about=manifest.about,
+        attempt=1,
+        key=manifest.key,
+        samples=manifest.samples,
+        metrics=manifest.metrics,
+    )
     if saved := saved_config(source):
         target.put(_config_object(None), yaml.safe_dump(saved, sort_keys=False).encode())
     CommitLog(target).commit(1, brought)
@@ -253,6 +251,32 @@ def saved_config(store: Store, *, attempt: int | None = None) -> dict[str, Any]:
 
 def _config_object(attempt: int | None) -> str:
     return "config.yaml" if attempt is None else f"config/{attempt:08d}.yaml"
+
+
+def about(config: Config, fingerprint: str) -> About:
+    """What the checkpoints of an attempt with `config` over the dataset of `fingerprint` say of themselves."""
+    safe = Resume(allowed=SAFE)
+    computed = {key: value for key, value in _flat(config.model_dump(mode="json")).items() if not safe.allows(key)}
+    return About(
+        run=config.run,
+        fingerprint=fingerprint,
+        seed=config.seed,
+        config_sha256=hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest(),
+        code_sha256=_code_sha256(config),
+        elastic=version("elastic"),
+    )
+
+
+def _code_sha256(config: Config) -> str:
+    """Of the source of elastic and, where the task is a file or lies in one of `task_path`, of that."""
+    package, module = Path(__file__).parent, config.task.partition(":")[0]
+    own = Path(module) if module.endswith(".py") else Path(*module.split(".")).with_suffix(".py")
+    found = sum([[Path(folder, own)] for folder in ("", *config.task_path)], sorted(package.rglob("*.py")))
+    digest = hashlib.sha256()
+    for path in found:
+        if path.is_file():
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _check(config: Config, manifest: Manifest, saved: Mapping[str, Any], asked: Resume) -> tuple[str, ...]:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from elastic.checkpoint.errors import CheckpointError, Fenced
 from elastic.checkpoint.log import CommitLog, Entry
-from elastic.checkpoint.manifest import build, restore_plan
-from elastic.checkpoint.shard import table_object
+from elastic.checkpoint.manifest import About, build, restore_plan
 from elastic.checkpoint.store import Store
 from elastic.events import CheckpointCommitted, CommitFailed, Uploaded
 from elastic.plan import SnapshotKey
@@ -28,7 +26,8 @@ JOBS_MAX = 8
 class Committer:
     """A worker thread with a bounded queue. `log` is its own: nobody else may use that instance.
 
-    samples_per_step: what one step adds to the data position. keep: checkpoints kept, the newest of the run's line.
+    about: what is written into every manifest. samples_per_step: what one step adds to the data position. keep:
+    checkpoints kept, the newest of the run's line.
     before_commit: makes durable what a checkpoint must not be ahead of; what it raises fails the commit.
     """
 
@@ -38,16 +37,15 @@ class Committer:
         log: CommitLog,
         attempt: int,
         *,
-        run: str,
-        fingerprint: str,
+        about: About,
         samples_per_step: int,
         keep: int,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         assert keep >= 1, keep
         self._store, self._log, self._attempt = store, log, attempt
-        self._run, self._fingerprint = run, fingerprint
-        self._samples_per_step, self._keep, self._before_commit = samples_per_step, keep, before_commit
+        self._about, self._samples_per_step = about, samples_per_step
+        self._keep, self._before_commit = keep, before_commit
         self._jobs: queue.Queue[Job | None] = queue.Queue(JOBS_MAX)
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
@@ -94,44 +92,35 @@ class Committer:
         manifest = build(
             self._store,
             uploads,
-            run=self._run,
+            about=self._about,
             attempt=self._attempt,
             key=key,
             samples=key.step * self._samples_per_step,
-            fingerprint=self._fingerprint,
         )
-        # What the run went back from is retired too: on the line stay this one and the newest before it.
-        kept = [entry.number for entry in self._log.line()][: self._keep - 1]
-        retired = tuple(entry.number for entry in self._log.checkpoints() if entry.number not in kept)
         self._before_commit()
-        number = self._log.commit(self._attempt, replace(manifest, retired=retired))
+        number = self._log.commit(self._attempt, manifest, self._kept)
         committed = CheckpointCommitted(key=key, number=number, restore=restore_plan(manifest))
         self._tidy(key)
         return committed
 
-    def _tidy(self, committed: SnapshotKey) -> None:
-        """Deletes what was retired, and older data that was uploaded but never committed.
+    def _kept(self, line: Sequence[Entry], aside: Sequence[Entry]) -> list[int]:
+        """Beside the new one: the newest of the run's line. What the run went back from is given up."""
+        return [entry.number for entry in line[: self._keep - 1]]
 
-        Never what a kept checkpoint names. A failure leaves it to the next commit.
-        """
+    def _tidy(self, committed: SnapshotKey) -> None:
+        """Deletes older data that no checkpoint names any more: of those that do not count, and of uploads that were
+        never committed. A failure leaves it to the next commit."""
         try:
-            alive = self._log.checkpoints()
-            kept = {name for entry in alive for name in _objects(entry)}
-            retired = {name for entry in self._log.entries() if entry not in alive for name in _objects(entry)}
+            named = {name for entry in self._log.checkpoints() if entry.manifest for name in entry.manifest.objects()}
             for name in self._store.list("data/"):
-                if name not in kept and (name in retired or self._is_older(name, committed)):
+                if name not in named and self._is_older(name, committed):
                     self._store.delete(name)
         except CheckpointError as error:
             self._log.complain(f"old checkpoint data stays for now: {error}")
 
     def _is_older(self, name: str, committed: SnapshotKey) -> bool:
         try:
-            attempt, _, step = map(int, name.split("/")[1].split("-"))
+            attempt, generation, step = map(int, name.split("/")[1].split("-"))
         except (ValueError, IndexError):
             return False  # not ours: never touched
-        return (attempt, step) < (self._attempt, committed.step)
-
-
-def _objects(entry: Entry) -> list[str]:
-    records = entry.manifest.shards if entry.manifest else ()
-    return [name for record in records for name in (record.object, table_object(record.object))]
+        return (attempt, generation, step) < (self._attempt, committed.generation, committed.step)

@@ -17,6 +17,10 @@ class ObjectMissing(CheckpointError):
     """The store has no object of that name."""
 
 
+class StorageUnavailable(CheckpointError):
+    """Storage gave no useful answer within the limit: that may pass, and says nothing about what lies there."""
+
+
 class TooNew(CheckpointError):
     """A newer elastic wrote it: nothing older is taken in its place, what it says might be lost."""
 

@@ -1,41 +1,58 @@
-"""The commit log: small objects `log/00000042.json`, each an attempt's claim or a manifest.
+"""The commit log: small objects `log/00000042.json`, each an attempt's claim, a manifest, or checkpoints taken back.
 
 To append is to create the next number only if nobody has. That one primitive orders all attempts: whoever is
 refused reads what won, and a claim by a higher attempt means that this one is fenced and must end itself.
-A claim says which checkpoint its attempt starts from (`base`), so going back to an older one is as durable as a
-commit: what lies between the two is off the run's line from then on.
+Each entry says which checkpoints count after it: those on the run's line (what its present state may descend from,
+newest first) and those aside (what a claim went back from, until the next commit, or what is pinned). So the newest
+entry alone tells the state, however long the log is, and going back to an older checkpoint is as durable as a commit.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.checkpoint.errors import CheckpointError, Fenced, TooNew
+from elastic.checkpoint.errors import CheckpointError, Fenced, StorageUnavailable, TooNew
 from elastic.checkpoint.manifest import Manifest, check_present, of_body, to_body
 from elastic.checkpoint.shard import check, check_schema, sign
 from elastic.checkpoint.store import Store
 
-SCHEMA = 1
+SCHEMA = 2
 TRIES_MAX = 100
 SEED = 0  # base of an attempt that starts from no checkpoint
-NOT_SAID = -1  # base in claims of an older elastic: the newest checkpoint before the claim
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Number `number` of the log; `manifest` None: it is the claim of `attempt`, made by `who`, which starts from
-    the checkpoint in entry `base`."""
+    """Number `number` of the log, written by `attempt`. line, aside: numbers of the checkpoints that count after it.
+
+    branch: the last attempt that did not start from the newest checkpoint before it; what older ones did after that
+    checkpoint is undone. who: of a claim, and of what was taken back by hand. manifest: None for both of these.
+    """
 
     number: int
     attempt: int
+    branch: int = 0
+    line: tuple[int, ...] = ()
+    aside: tuple[int, ...] = ()
     who: str = ""
-    base: int = NOT_SAID
     manifest: Manifest | None = None
+
+    @property
+    def base(self) -> int:
+        """The checkpoint that a state after this entry starts from."""
+        return self.line[0] if self.line else SEED
+
+
+Retention = Callable[[Sequence[Entry], Sequence[Entry]], Collection[int]]
+
+
+def keep_all(line: Sequence[Entry], aside: Sequence[Entry]) -> Collection[int]:
+    return [entry.number for entry in (*line, *aside)]
 
 
 class CommitLog:
@@ -48,38 +65,14 @@ class CommitLog:
         self._store = store
         self._loudly = loudly
         self._known: dict[int, Entry | None] = {}  # None: damaged
+        self._reach = 0
+
+    # ---------------------------------------------------------------- reading
 
     def entries(self) -> list[Entry]:
         """All valid entries by number, as far as the log reaches now."""
-        for name in self._store.list("log/"):
-            number = _number(name)
-            if number is not None and number not in self._known:
-                self._known[number] = self._read(number)
-        return [entry for _, entry in sorted(self._known.items()) if entry is not None]
-
-    def claim(self, who: str, *, base: int | None = None) -> int:
-        """Opens an attempt: its number, higher than any in the log. Older attempts are fenced from here on.
-
-        base: number of the checkpoint to start from, None: the newest. CheckpointError: there is no such one.
-        """
-        for _ in range(TRIES_MAX):
-            attempt, number = 1 + self._newest_attempt(), self._next_number()
-            start = self.newest_entry() if base is None else self._checkpoint(base)
-            body = {"kind": "claim", "schema": SCHEMA, "attempt": attempt, "who": who}
-            if self._append(number, {**body, "base": start.number if start else SEED}):
-                return attempt
-        raise CheckpointError(f"the commit log grew {TRIES_MAX} times while claiming it; are many attempts starting?")
-
-    def commit(self, attempt: int, manifest: Manifest) -> int:
-        """Appends the manifest, which makes it a checkpoint; its number. Fenced: a higher attempt has claimed."""
-        manifest = replace(manifest, attempt=attempt)
-        for _ in range(TRIES_MAX):
-            newest, number = self._newest_attempt(), self._next_number()
-            if newest > attempt:
-                raise Fenced(newest)
-            if self._append(number, {"kind": "manifest", **to_body(manifest)}):
-                return number
-        raise CheckpointError(f"the commit log grew {TRIES_MAX} times during one commit; who else writes to it?")
+        found = [self._entry(number) for number in self._numbers()]
+        return [entry for entry in found if entry is not None]
 
     def newest(self) -> Manifest | None:
         """The newest checkpoint on the run's line whose objects are all there."""
@@ -92,6 +85,8 @@ class CommitLog:
             assert entry.manifest is not None
             try:
                 check_present(self._store, entry.manifest)
+            except StorageUnavailable:
+                raise  # an outage is no damage: what is older must not be taken for it
             except CheckpointError as error:
                 self._loudly(f"checkpoint {entry.number} of step {entry.manifest.key.step} is skipped: {error}")
                 continue
@@ -99,23 +94,75 @@ class CommitLog:
         return None
 
     def line(self) -> list[Entry]:
-        """The checkpoints that the run's present state may descend from, newest first, without the retired ones."""
-        entries = self.entries()
-        alive = {entry.number for entry in _alive(entries)}
-        found: list[Entry] = []
-        until = entries[-1].number if entries else 0
-        for entry in reversed(entries):
-            if entry.number > until:
-                continue  # a later attempt started from before it
-            if entry.number in alive:
-                found.append(entry)
-            elif entry.manifest is None and entry.base != NOT_SAID:
-                until = entry.base
-        return found
+        """The checkpoints that the run's present state may descend from, newest first."""
+        return self._checkpoints(self._last().line)
 
-    def checkpoints(self) -> Sequence[Entry]:
-        """Entries with a manifest that no later one retired, by number; also those off the run's line."""
-        return _alive(self.entries())
+    def checkpoints(self) -> list[Entry]:
+        """All that count, by number; also those off the run's line."""
+        last = self._last()
+        return self._checkpoints(sorted({*last.line, *last.aside}))
+
+    def branch(self) -> int:
+        """See `Entry.branch`."""
+        return self._last().branch
+
+    # ---------------------------------------------------------------- appending
+
+    def claim(self, who: str, *, base: int | None = None) -> int:
+        """Opens an attempt: its number, higher than any in the log. Older attempts are fenced from here on.
+
+        base: number of the checkpoint to start from, None: the newest. CheckpointError: there is no such one.
+        """
+        for _ in range(TRIES_MAX):
+            last = self._last()
+            start = self.newest_entry() if base is None else self._checkpoint(base)
+            damaged = self._reach - last.number  # each may have been a claim
+            attempt, line = last.attempt + damaged + 1, self._line_from(start, last)
+            aside = tuple(sorted({*last.line, *last.aside} - {*line}))
+            went_back = last.line[:1] != line[:1]
+            entry = replace(last, attempt=attempt, line=line, aside=aside, branch=attempt if went_back else last.branch)
+            if self._append(entry, {"kind": "claim", "schema": SCHEMA, "who": who, "base": entry.base}):
+                return attempt
+        raise CheckpointError(f"the commit log grew {TRIES_MAX} times while claiming it; are many attempts starting?")
+
+    def commit(self, attempt: int, manifest: Manifest, keep: Retention = keep_all) -> int:
+        """Appends the manifest, which makes it a checkpoint; its number. Fenced: a higher attempt has claimed.
+
+        keep: which of the older checkpoints on the line and aside still count then.
+        """
+        manifest = replace(manifest, attempt=attempt)
+        for _ in range(TRIES_MAX):
+            last = self._last()
+            if last.attempt > attempt:
+                raise Fenced(last.attempt)
+            kept = keep(self._checkpoints(last.line), self._checkpoints(last.aside))
+            number = self._next_number()
+            line = (number, *(at for at in last.line if at in kept))
+            aside = tuple(at for at in last.aside if at in kept)
+            entry = replace(last, attempt=attempt, line=line, aside=aside)
+            if self._append(entry, {"kind": "manifest", **to_body(manifest)}):
+                return number
+        raise CheckpointError(f"the commit log grew {TRIES_MAX} times during one commit; who else writes to it?")
+
+    def take_back(self, numbers: Collection[int], who: str) -> int:
+        """Appends that these checkpoints do not count any more; the entry's number. Their data may be deleted then."""
+        for _ in range(TRIES_MAX):
+            last = self._last()
+            line = tuple(at for at in last.line if at not in numbers)
+            aside = tuple(at for at in last.aside if at not in numbers)
+            entry = replace(last, line=line, aside=aside)
+            if self._append(entry, {"kind": "taken back", "schema": SCHEMA, "who": who, "numbers": sorted(numbers)}):
+                return self._reach
+        raise CheckpointError(f"the commit log grew {TRIES_MAX} times meanwhile; who else writes to it?")
+
+    def complain(self, sentence: str) -> None:
+        self._loudly(sentence)
+
+    def _line_from(self, start: Entry | None, last: Entry) -> tuple[int, ...]:
+        if start is None:
+            return ()
+        alive = {*last.line, *last.aside}
+        return tuple(at for at in start.line if at in alive)
 
     def _checkpoint(self, number: int) -> Entry:
         alive = self.checkpoints()
@@ -126,44 +173,62 @@ class CommitLog:
         there = ", ".join(str(entry.number) for entry in alive) or "none"
         raise CheckpointError(f"log entry {number} is no checkpoint that still exists; entries that are: {there}")
 
-    def complain(self, sentence: str) -> None:
-        self._loudly(sentence)
+    # ---------------------------------------------------------------- objects
 
-    def _newest_attempt(self) -> int:
-        return max((entry.attempt for entry in self.entries()), default=0)
+    def _last(self) -> Entry:
+        """The newest valid entry. Also makes `_next_number` come after all that there is now: what is decided on this
+        entry is appended there, or not at all."""
+        for number in reversed(self._numbers()):
+            if (entry := self._entry(number)) is not None:
+                return entry
+        return Entry(number=0, attempt=0)
+
+    def _numbers(self) -> list[int]:
+        found = sorted(number for name in self._store.list("log/") if (number := _number(name)) is not None)
+        self._reach = max(self._reach, *found, 0)
+        return found
 
     def _next_number(self) -> int:
-        """After the entries that are known: what is decided on them is appended there, or not at all."""
-        return 1 + max(self._known, default=0)
+        return self._reach + 1
 
-    def _append(self, number: int, body: dict[str, Any]) -> bool:
+    def _checkpoints(self, numbers: Sequence[int]) -> list[Entry]:
+        found = [self._entry(number) for number in numbers]
+        return [entry for entry in found if entry is not None and entry.manifest is not None]
+
+    def _entry(self, number: int) -> Entry | None:
+        if number not in self._known:
+            self._known[number] = self._read(number)
+        return self._known[number]
+
+    def _append(self, entry: Entry, body: dict[str, Any]) -> bool:
+        number = self._next_number()
+        state = {"attempt": entry.attempt, "branch": entry.branch, "line": entry.line, "aside": entry.aside}
         # A store whose answer was lost looks whether what is there is what it wrote: no two writers write the same.
-        if not self._store.put_if_absent(_name(number), sign({**body, "nonce": secrets.token_hex(8)})):
+        signed = sign({**body, **state, "nonce": secrets.token_hex(8)})
+        if not self._store.put_if_absent(_name(number), signed):
             return False
-        self._known[number] = self._read(number)
+        self._reach = number
         return True
 
     def _read(self, number: int) -> Entry | None:
         name = _name(number)
         try:
             body = check(self._store.get(name), name=name)
-            if body.get("kind") == "claim":
-                check_schema({"schema": SCHEMA, **body}, SCHEMA, name=name)
-                base = int(body.get("base", NOT_SAID))
-                return Entry(number=number, attempt=int(body["attempt"]), who=str(body["who"]), base=base)
-            manifest = of_body(body, name=name)
-            return Entry(number=number, attempt=manifest.attempt, manifest=manifest)
-        except TooNew:
+            check_schema(body, SCHEMA, name=name)
+            return Entry(
+                number=number,
+                attempt=int(body["attempt"]),
+                branch=int(body["branch"]),
+                line=tuple(map(int, body["line"])),
+                aside=tuple(map(int, body["aside"])),
+                who=str(body.get("who", "")),
+                manifest=of_body(body, name=name) if body["kind"] == "manifest" else None,
+            )
+        except (TooNew, StorageUnavailable):
             raise
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             self._loudly(f"log entry {name} is skipped: {error}")
             return None
-
-
-def _alive(entries: Sequence[Entry]) -> list[Entry]:
-    found = [entry for entry in entries if entry.manifest is not None]
-    retired = {number for entry in found if entry.manifest for number in entry.manifest.retired}
-    return [entry for entry in found if entry.number not in retired]
 
 
 def _name(number: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from elastic.checkpoint.blocks import SUB_BLOCK, check_coverage
 from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.manifest import Manifest, ShardRecord
+from elastic.checkpoint.manifest import Manifest, ShardRecord, read_index
 from elastic.checkpoint.shard import Shard, of_object, table_object
 from elastic.checkpoint.store import Store
 
@@ -29,6 +29,8 @@ def damages(store: Store, manifest: Manifest) -> Iterator[str]:
     if len(tables) == manifest.world:
         try:
             check_coverage(tables)
+            if read_index(store, manifest)[1] != tables:
+                yield f"{manifest.index_object} does not say what the shards' own tables say"
         except CheckpointError as error:
             yield str(error)
 

@@ -39,7 +39,7 @@ from elastic.controller.state import TERMINAL, Phase, RunState
 from elastic.data.shards import read_manifest
 from elastic.events import Order, Report
 from elastic.plan import RestorePlan
-from elastic.resume import Resume, choose, save_config
+from elastic.resume import Resume, about, choose, save_config
 from elastic.segments import FILE, Sealer, recover
 from elastic.telemetry import journal
 
@@ -258,9 +258,9 @@ class Coordinator:
 
     def _durable(self, log: CommitLog) -> RestorePlan | None:
         newest, fingerprint = log.newest(), self._fingerprint()
-        if newest is not None and newest.fingerprint != fingerprint and not self._asked.allows("data.corpus"):
+        if newest is not None and newest.about.fingerprint != fingerprint and not self._asked.allows("data.corpus"):
             raise RunError(
-                f"the checkpoint of step {newest.key.step} was trained on data {newest.fingerprint[:12]}, "
+                f"the checkpoint of step {newest.key.step} was trained on data {newest.about.fingerprint[:12]}, "
                 f"{self._config.data.prepared} holds {fingerprint[:12]}; give this run another name, or that data, "
                 "or --allow-change data"
             )
@@ -287,8 +287,7 @@ class Coordinator:
             store,
             CommitLog(store),
             attempt,
-            run=self._config.run,
-            fingerprint=self._fingerprint(),
+            about=about(self._config, self._fingerprint()),
             samples_per_step=self._config.batch.global_samples,
             keep=self._config.checkpoint.keep,
             before_commit=self._sealer.seal,

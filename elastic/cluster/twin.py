@@ -22,6 +22,7 @@ from elastic.config import Config, ElasticError
 from elastic.controller.driver import Driver
 from elastic.data.prepare import prepare
 from elastic.data.shards import read_manifest
+from elastic.resume import about
 from elastic.telemetry import journal
 from elastic.telemetry.lineage import lineage, schedule
 
@@ -57,8 +58,7 @@ def run_locally(config: Config, *, say: Callable[[str], None]) -> list[dict[str,
         store,
         log,
         attempt,
-        run=config.run,
-        fingerprint=read_manifest(manifest.parent).fingerprint,
+        about=about(config, read_manifest(manifest.parent).fingerprint),
         samples_per_step=config.batch.global_samples,
         keep=config.checkpoint.keep,
     )

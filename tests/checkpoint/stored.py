@@ -8,12 +8,14 @@ import numpy as np
 
 from elastic.checkpoint.blocks import Block, encode_bytes, place
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.manifest import Manifest, build
+from elastic.checkpoint.manifest import About, Manifest, build
 from elastic.checkpoint.shard import Shard, table_object, to_object
 from elastic.checkpoint.store import Store
 from elastic.events import Uploaded
 from elastic.plan import SnapshotKey
 from tests.checkpoint.hosts import key
+
+ABOUT = About(run="r", fingerprint="f")
 
 
 def upload(store: Store, at: SnapshotKey, *, attempt: int = 1, world: int = 2) -> tuple[Uploaded, ...]:
@@ -36,7 +38,7 @@ def upload(store: Store, at: SnapshotKey, *, attempt: int = 1, world: int = 2) -
 
 def manifest(store: Store, at: SnapshotKey, attempt: int = 1) -> Manifest:
     uploads = upload(store, at, attempt=attempt)
-    return build(store, uploads, run="r", attempt=attempt, key=at, samples=at.step * 24, fingerprint="f")
+    return build(store, uploads, about=ABOUT, attempt=attempt, key=at, samples=at.step * 24)
 
 
 def commits(store: Store, *at: int, attempt: int = 1) -> None:

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from elastic.checkpoint.shard import check, of_object, sign, table_object
 from elastic.checkpoint.store import DirectoryStore, Store, open_store
 from elastic.events import CheckpointCommitted, CommitFailed
 from tests.checkpoint.hosts import key
-from tests.checkpoint.stored import commits, manifest, upload
+from tests.checkpoint.stored import ABOUT, commits, manifest, upload
 
 LIMIT_S = 30.0
 
@@ -99,7 +98,7 @@ def test_the_older_attempt_is_fenced(store: Store) -> None:
 def _race(root: Path, attempt: int, start: multiprocessing.synchronize.Event, out: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
     store = DirectoryStore(root)
     log = CommitLog(store)
-    ready = replace(manifest(store, key(attempt, attempt), attempt), retired=())
+    ready = manifest(store, key(attempt, attempt), attempt)
     log.entries()
     start.wait(LIMIT_S)
     try:
@@ -187,7 +186,7 @@ def test_a_newer_schema_is_refused_not_skipped(store: Store, number: int) -> Non
     body.pop("sha256")
     store.put("log/00000003.json", sign({**body, "schema": 99}))
     for refused in (CommitLog(store).newest, lambda: CommitLog(store).claim("b")):
-        with pytest.raises(TooNew, match=r"log/00000003.json has schema 99, this elastic reads 1: .*; upgrade elastic"):
+        with pytest.raises(TooNew, match=r"log/00000003.json has schema 99, this elastic reads 2: .*; upgrade elastic"):
             refused()
 
 
@@ -202,7 +201,7 @@ def test_a_newer_shard_is_refused_with_a_sentence(store: Store) -> None:
 
 def test_a_manifest_needs_every_shard_whole(store: Store) -> None:
     uploads = upload(store, key(1, 10), world=3)
-    arguments = {"run": "r", "attempt": 1, "key": key(1, 10), "samples": 0, "fingerprint": "f"}
+    arguments = {"about": ABOUT, "attempt": 1, "key": key(1, 10), "samples": 0}
     assert build(store, uploads, **arguments).world == 3  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"ranks \[0, 1\]"):
         build(store, uploads[:2], **arguments)  # type: ignore[arg-type]
@@ -218,7 +217,7 @@ def test_a_manifest_needs_every_shard_whole(store: Store) -> None:
 
 def committer(store: Store, attempt: int, *, keep: int = 2, said: list[str] | None = None) -> Committer:
     log = CommitLog(store, (said if said is not None else []).append)
-    return Committer(store, log, attempt, run="r", fingerprint="f", samples_per_step=24, keep=keep)
+    return Committer(store, log, attempt, about=ABOUT, samples_per_step=24, keep=keep)
 
 
 def outcome(worker: Committer) -> CheckpointCommitted | CommitFailed:
@@ -244,7 +243,7 @@ def test_the_newest_are_kept_and_the_rest_is_deleted_after_the_commit(store: Sto
     folders = sorted({name.split("/")[1] for name in store.list("data/")})
     assert folders == ["1-1-20", "1-1-30", "foreign"]
     newest = CommitLog(store).newest()
-    assert newest is not None and newest.key == key(1, 30) and newest.retired == (2,)
+    assert newest is not None and newest.key == key(1, 30)
     assert [entry.number for entry in CommitLog(store).checkpoints()] == [3, 4]
 
 
@@ -270,7 +269,7 @@ def test_what_comes_before_a_commit_can_fail_it(store: Store) -> None:
         raise CheckpointError("the journal is not there yet")
 
     log = CommitLog(store)
-    worker = Committer(store, log, 1, run="r", fingerprint="f", samples_per_step=1, keep=2, before_commit=refuse)
+    worker = Committer(store, log, 1, about=ABOUT, samples_per_step=1, keep=2, before_commit=refuse)
     worker.submit(key(1, 10), upload(store, key(1, 10)))
     result = outcome(worker)
     assert isinstance(result, CommitFailed) and "not there yet" in result.reason and CommitLog(store).newest() is None

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.shard import sign
-from elastic.checkpoint.store import Store
+from elastic.checkpoint.log import SEED, CommitLog
+from elastic.checkpoint.store import MemoryStore, Store
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import commits, manifest
 
@@ -37,15 +34,11 @@ def test_back_and_forth_and_to_the_seed(store: Store) -> None:
     commits(store, 12, attempt=2)
     CommitLog(store).claim("forth", base=3)
     assert steps(CommitLog(store)) == [20, 10]
-    store.put("log/00000007.json", sign({"kind": "claim", "schema": 1, "attempt": 4, "who": "new", "base": 0}))
+    for number in (2, 3, 5):
+        CommitLog(store).take_back([number], who="a test")
     assert steps(CommitLog(store)) == [] and CommitLog(store).newest() is None
-
-
-def test_a_claim_without_base_starts_from_the_newest_as_in_older_logs(store: Store) -> None:
-    CommitLog(store).claim("a")
-    commits(store, 10, 20)
-    store.put("log/00000004.json", sign({"kind": "claim", "attempt": 2, "who": "older elastic"}))
-    assert steps(CommitLog(store)) == [20, 10] and CommitLog(store).claim("b") == 3
+    CommitLog(store).claim("from the seed")
+    assert CommitLog(store).entries()[-1].base == SEED
 
 
 def test_a_claim_says_where_it_starts_even_past_damage(store: Store) -> None:
@@ -59,7 +52,7 @@ def test_a_claim_says_where_it_starts_even_past_damage(store: Store) -> None:
 def test_only_what_still_exists_can_be_gone_back_to(store: Store) -> None:
     CommitLog(store).claim("a")
     commits(store, 10)
-    CommitLog(store).commit(1, replace(manifest(store, key(1, 20)), retired=(2,)))
+    CommitLog(store).commit(1, manifest(store, key(1, 20)), keep=lambda line, aside: [])
     with pytest.raises(CheckpointError, match="log entry 2 is no checkpoint that still exists; entries that are: 3"):
         CommitLog(store).claim("b", base=2)
     with pytest.raises(CheckpointError, match="log entry 1 is no checkpoint"):
@@ -67,3 +60,52 @@ def test_only_what_still_exists_can_be_gone_back_to(store: Store) -> None:
     store.delete("data/1-1-20/0.bin")
     with pytest.raises(CheckpointError, match="has no bytes"):
         CommitLog(store).claim("b", base=3)
+
+
+class Counted(MemoryStore):
+    reads = 0
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        self.reads += key.startswith("log/")
+        return super().get(key, start, stop)
+
+
+def test_a_long_log_costs_as_many_reads_as_there_are_checkpoints_that_count() -> None:
+    """A run of weeks has thousands of entries: a resume must not read them all."""
+    store = Counted()
+    log = CommitLog(store)
+    log.claim("a")
+    for step in range(10, 210, 10):
+        log.commit(1, manifest(store, key(1, step)), keep=lambda line, aside: [entry.number for entry in line[:2]])
+    store.reads = 0
+    assert steps(CommitLog(store)) == [200, 190, 180]
+    assert store.reads == 3
+
+
+def test_what_is_taken_back_does_not_count_and_fences_nobody(store: Store) -> None:
+    CommitLog(store).claim("a")
+    commits(store, 10, 20, 30)
+    driver = CommitLog(store)
+    assert steps(driver) == [30, 20, 10]
+    CommitLog(store).take_back([3], who="somebody")
+    assert driver.commit(1, manifest(store, key(1, 40))) == 6
+    assert steps(CommitLog(store)) == [40, 30, 10]
+
+
+def test_branch_names_the_attempt_that_went_back_last(store: Store) -> None:
+    CommitLog(store).claim("a")
+    commits(store, 10, 20)
+    assert CommitLog(store).branch() == 0, "none has gone back"
+    CommitLog(store).claim("goes on")
+    assert CommitLog(store).branch() == 0
+    CommitLog(store).claim("back", base=2)
+    CommitLog(store).claim("goes on from there")
+    commits(store, 15, attempt=4)
+    assert CommitLog(store).branch() == 3
+
+
+def test_a_damaged_newest_entry_may_have_been_a_claim_so_its_attempt_is_not_used_again(store: Store) -> None:
+    CommitLog(store).claim("a")
+    CommitLog(store).claim("b")
+    store.put("log/00000002.json", b"{")
+    assert CommitLog(store, lambda _: None).claim("c") == 3

@@ -24,6 +24,7 @@ from elastic.checkpoint.save import REPLICATED_BYTES_MAX, Entry, Snapshotter, en
 from elastic.checkpoint.store import DirectoryStore, MemoryStore
 from elastic.plan import RestorePlan, ShardSource
 from tests.checkpoint.hosts import TOKEN, Host, hosts, key
+from tests.checkpoint.stored import ABOUT
 from tests.parallel.ranks import run
 
 State_ = dict[str, np.ndarray]
@@ -148,7 +149,7 @@ def checkpoint(found: list[Host], storage: Path) -> RestorePlan:
     attempt = log.claim("test")
     log.commit(
         attempt,
-        build(store, tuple(uploads), run="r", attempt=attempt, key=key(1, 3), samples=72, fingerprint=""),
+        build(store, tuple(uploads), about=ABOUT, attempt=attempt, key=key(1, 3), samples=72),
     )
     newest = CommitLog(store).newest()
     assert newest is not None

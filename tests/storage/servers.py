@@ -62,7 +62,9 @@ class Seaweed:
         self._command = [
             binary, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={ports[0]}",
             f"-volume.port={ports[1]}", "-volume.max=50", "-master.volumeSizeLimitMB=64",
-            "-filer", f"-filer.port={ports[2]}", "-s3", f"-s3.port={ports[3]}", f"-s3.config={directory / 's3.json'}",
+            "-master.telemetry=false", "-filer", f"-filer.port={ports[2]}",
+            # Its other services have fixed ports, so two servers could not live on one machine.
+            "-s3", f"-s3.port={ports[3]}", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={directory / 's3.json'}",
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
