@@ -64,7 +64,8 @@ class Seaweed:
             f"-volume.port={ports[1]}", "-volume.max=50", "-master.volumeSizeLimitMB=64",
             "-master.telemetry=false", "-filer", f"-filer.port={ports[2]}",
             # Its other services have fixed ports, so two servers could not live on one machine.
-            "-s3", f"-s3.port={ports[3]}", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={directory / 's3.json'}",
+            "-s3", f"-s3.port={ports[3]}", "-s3.port.iceberg=0", "-s3.port.lance=0",
+            f"-s3.config={directory / 's3.json'}",
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
