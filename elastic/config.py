@@ -133,9 +133,12 @@ class Snapshot(Section):
 
 
 class Checkpoint(Section):
-    """Durable checkpoints in the run's storage."""
+    """Durable checkpoints in the run's storage.
 
-    interval_steps: int = Field(50, ge=1)
+    `interval_steps`: so many steps apart; 0: as the cost of one and the rate of failures ask for (docs/checkpoints.md).
+    """
+
+    interval_steps: int = Field(0, ge=0)
     keep: int = Field(3, ge=2)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from elastic import events
 from elastic.config import Config
 from elastic.config_live import with_settings
-from elastic.controller import admission, generations, recovery, requests
+from elastic.controller import admission, checkpoint_pace, generations, recovery, requests
 from elastic.controller.actions import CommitCheckpoint, EvictHost, KeepSnapshot, UploadSnapshot
 from elastic.controller.state import ALIVE, TERMINAL, Decision, Phase, RunState, check
 from elastic.health import silence
@@ -58,6 +58,7 @@ def _run_started(state: RunState, event: events.RunStarted, now_s: float, config
         highest_step=step,
         generation=event.generation,
         since_s=now_s,
+        began_s=now_s,
     )
     origin = event.origin or (f"from the checkpoint of step {step}" if event.durable else "from the seed")
     changed = f"; changed and allowed: {', '.join(event.changes)}" if event.changes else ""
@@ -128,7 +129,8 @@ def _step_completed(state: RunState, event: events.StepCompleted, now_s: float, 
     if record.generation != state.generation or record.step <= state.step:
         return Decision(state=after)
     # Also while STOPPING or WAITING: a survivor tells steps that rank 0 completed and could not report.
-    after = replace(after, step=record.step)
+    pace = checkpoint_pace.step_ended(state.pace, record.seconds, uploading=state.upload is not None)
+    after = replace(after, step=record.step, pace=pace)
     if state.phase is not Phase.STARTING:
         return Decision(state=after)
     reason = f"generation {state.generation} completed step {record.step}"
@@ -146,15 +148,25 @@ def _step_safe(state: RunState, event: events.StepSafe, now_s: float, config: Co
         # The buffers under upload stay; the newer snapshot is protected by its age anyway.
         return Decision(state=after)
     after = replace(after, keep=key)
-    due = state.checkpoint_wanted or key.step - state.durable_step >= config.checkpoint.interval_steps
+    apart, why = _interval(state, now_s, config)
+    due = state.checkpoint_wanted or key.step - state.durable_step >= apart
     if not due or key.step >= config.steps:
         return Decision(state=after, actions=(KeepSnapshot(key=key),))
-    after = replace(after, upload=key, upload_since_s=now_s, checkpoint_wanted=False)
+    pace = checkpoint_pace.upload_began(state.pace)
+    after = replace(after, upload=key, upload_since_s=now_s, checkpoint_wanted=False, pace=pace)
     return Decision(
         state=after,
         actions=(KeepSnapshot(key=key), UploadSnapshot(key=key)),
-        reason=f"checkpoint of step {key.step} is due",
+        reason=f"checkpoint of step {key.step} is due{why}",
     )
+
+
+def _interval(state: RunState, now_s: float, config: Config) -> tuple[int, str]:
+    """Steps between checkpoints, and why where that was not given."""
+    if config.checkpoint.interval_steps:
+        return config.checkpoint.interval_steps, ""
+    steps, why = checkpoint_pace.interval(state.pace, attempt_s=now_s - state.began_s, incidents=state.incidents)
+    return steps, f", {why}"
 
 
 def _upload_completed(state: RunState, event: events.UploadCompleted, _: float, __: Config) -> Decision:
@@ -163,11 +175,12 @@ def _upload_completed(state: RunState, event: events.UploadCompleted, _: float, 
     return Decision(state=state, actions=(CommitCheckpoint(key=event.key),))
 
 
-def _checkpoint_committed(state: RunState, event: events.CheckpointCommitted, _: float, __: Config) -> Decision:
+def _checkpoint_committed(state: RunState, event: events.CheckpointCommitted, now_s: float, _: Config) -> Decision:
     durable = event.restore if event.key.step >= state.durable_step else state.durable
     after = replace(state, durable=durable, commit_failures=0)
     if event.key == state.upload:
-        after = replace(after, upload=None, keep=_released(after))
+        pace = checkpoint_pace.upload_ended(state.pace, now_s - state.upload_since_s)
+        after = replace(after, upload=None, keep=_released(after), pace=pace)
     return Decision(state=after, reason=f"checkpoint of step {event.key.step} is committed as entry {event.number}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic.config import Config
 from elastic.controller.actions import Action
+from elastic.controller.checkpoint_pace import Pace
 from elastic.events import Report
 from elastic.plan import Assignment, RestorePlan, SnapshotKey
 
@@ -72,14 +73,15 @@ class RunState:
     again. `refused`, `held`, `marked`: hosts that may not take part, may only where there are too few others, may and
     were found odd; each with why. `losses`: by node. `paused_by`, `nodes_wanted`, `hosts_wanted`, `checkpoint_wanted`,
     `settings`: what people ordered. `observed`: what policies in observe mode would do, by what it concerns. `keep`:
-    what hosts may not overwrite. `waiting_for`: why no membership forms. `enough_since_s`: since when WAITING has had
-    hosts_min ready hosts, None while it has not.
+    what hosts may not overwrite. `pace`: what checkpoints cost. `began_s`: when the attempt did. `waiting_for`: why no
+    membership forms. `enough_since_s`: since when WAITING has had hosts_min ready hosts, None while it has not.
     """
 
     run: str = ""
     attempt: int = 0
     phase: Phase = Phase.WAITING
     since_s: float = 0.0
+    began_s: float = 0.0
     generation: int = 0
     hosts: Mapping[str, Report] = field(default_factory=dict)
     silent: frozenset[str] = frozenset()
@@ -105,6 +107,7 @@ class RunState:
     upload: SnapshotKey | None = None
     upload_since_s: float = 0.0
     commit_failures: int = 0
+    pace: Pace = field(default_factory=Pace)
     draining: str = ""
     drain_since_s: float = 0.0
     stop_why: str = ""

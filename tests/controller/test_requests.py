@@ -146,7 +146,7 @@ def test_set_changes_what_decide_uses_and_only_live_keys(table: Table) -> None:
     with pytest.raises(ConfigError, match=r"did you mean control\.silence_s"):
         ordered(table, "set", key="control.silense_s", value=7)
     with pytest.raises(ConfigError, match="interval_steps"):
-        ordered(table, "set", key="checkpoint.interval_steps", value=0)
+        ordered(table, "set", key="checkpoint.interval_steps", value=-1)
 
 
 def test_evict_observed_says_once_what_it_would_do() -> None:

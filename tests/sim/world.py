@@ -96,7 +96,7 @@ class World:
                 "hosts_max": most,
                 "batch": {"global_samples": 24, "micro_samples": 3},
                 "snapshot": {"partner": rng.random() < 0.9, "sources_max": rng.randint(1, 3)},
-                "checkpoint": {"interval_steps": rng.choice((5, 20, 50))},
+                "checkpoint": {"interval_steps": rng.choice((0, 5, 20, 50))},
                 "control": {
                     "heartbeat_s": 0.5, "silence_s": 3.0, "start_wait_s": 10.0, "hosts_wait_s": 3600.0,
                     "start_timeout_s": 20.0, "failures_without_progress_max": 1000,
