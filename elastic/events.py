@@ -23,7 +23,8 @@ class Exit:
 
     lost: killed or crashed by something that is not us (code or signal say which).
     peer: a collective, the rendezvous or a restore failed because of another host; this one is never blamed.
-    `blame`: that host's id, where it is known (the source that could not be read).
+    `blame`: that host's id, where it is known (the source that could not be read). `damaged`: the committed checkpoint
+    that it was to start from is not what was committed.
     user: an exception in the task's code; `detail` is the traceback's tail.
     stopped: killed by the host on an order. paused, done: ended by itself at a step boundary, state in the arena.
     """
@@ -34,6 +35,7 @@ class Exit:
     signal: int | None = None
     detail: str = ""
     blame: str = ""
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,14 +192,16 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """An attempt began. `durable`: the checkpoint that it starts from, None: the seed. `generation`: the highest that
-    any earlier attempt is known to have used; numbers are never used twice. `origin`: from what, and why from nothing
-    newer. `changes`: what was allowed to differ from the configuration of the attempt before."""
+    """An attempt began. `durable`: the checkpoint that it starts from, None: the seed. `older`: those before it, newest
+    first. `generation`: the highest that any earlier attempt is known to have used; numbers are never used twice.
+    `origin`: from what, and why from nothing newer. `changes`: what was allowed to differ from the configuration of the
+    attempt before."""
 
     run: str
     attempt: int
     generation: int
     durable: RestorePlan | None
+    older: tuple[RestorePlan, ...] = ()
     origin: str = ""
     changes: tuple[str, ...] = ()
 

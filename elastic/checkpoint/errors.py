@@ -21,6 +21,10 @@ class StorageUnavailable(CheckpointError):
     """Storage gave no useful answer within the limit: that may pass, and says nothing about what lies there."""
 
 
+class Damaged(CheckpointError):
+    """What lies in storage is not what was committed: missing, cut, or other bytes. Another copy, or an older one."""
+
+
 class TooNew(CheckpointError):
     """A newer elastic wrote it: nothing older is taken in its place, what it says might be lost."""
 

@@ -237,8 +237,9 @@ class Coordinator:
             events.RunStarted(
                 run=self._config.run,
                 attempt=attempt,
-                generation=max(used, durable.key.generation if durable else 0),
-                durable=durable,
+                generation=max(used, durable[0].key.generation if durable else 0),
+                durable=durable[0] if durable else None,
+                older=tuple(durable[1:]),
                 origin=start.origin,
                 changes=start.changes,
             )
@@ -256,7 +257,9 @@ class Coordinator:
     def _fingerprint(self) -> str:
         return read_manifest(Path(self._config.data.prepared)).fingerprint
 
-    def _durable(self, log: CommitLog) -> RestorePlan | None:
+    def _durable(self, log: CommitLog) -> list[RestorePlan]:
+        """The checkpoint to start from, and those before it, newest first."""
+        line = [entry.manifest for entry in log.line() if entry.manifest]
         newest, fingerprint = log.newest(), self._fingerprint()
         if newest is not None and newest.about.fingerprint != fingerprint and not self._asked.allows("data.corpus"):
             raise RunError(
@@ -264,7 +267,7 @@ class Coordinator:
                 f"{self._config.data.prepared} holds {fingerprint[:12]}; give this run another name, or that data, "
                 "or --allow-change data"
             )
-        return restore_plan(newest) if newest else None
+        return [restore_plan(manifest) for manifest in line[line.index(newest) :]] if newest else []
 
     def _resume(self) -> None:
         """This process replaces one that died: the same attempt goes on."""

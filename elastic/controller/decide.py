@@ -54,6 +54,7 @@ def _run_started(state: RunState, event: events.RunStarted, now_s: float, config
         run=event.run,
         attempt=event.attempt,
         durable=event.durable,
+        older=event.older,
         step=step,
         highest_step=step,
         generation=event.generation,
@@ -175,9 +176,11 @@ def _upload_completed(state: RunState, event: events.UploadCompleted, _: float, 
     return Decision(state=state, actions=(CommitCheckpoint(key=event.key),))
 
 
-def _checkpoint_committed(state: RunState, event: events.CheckpointCommitted, now_s: float, _: Config) -> Decision:
-    durable = event.restore if event.key.step >= state.durable_step else state.durable
-    after = replace(state, durable=durable, commit_failures=0)
+def _checkpoint_committed(state: RunState, event: events.CheckpointCommitted, now_s: float, config: Config) -> Decision:
+    after = replace(state, commit_failures=0)
+    if event.key.step >= state.durable_step:
+        older = (state.durable, *state.older) if state.durable else state.older
+        after = replace(after, durable=event.restore, older=older[: config.checkpoint.keep - 1])
     if event.key == state.upload:
         pace = checkpoint_pace.upload_ended(state.pace, now_s - state.upload_since_s)
         after = replace(after, upload=None, keep=_released(after), pace=pace)

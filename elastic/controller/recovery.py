@@ -10,10 +10,12 @@ from elastic.controller.actions import EvictHost, StopGeneration
 from elastic.controller.membership import node_of
 from elastic.controller.state import ALIVE, Decision, Incident, Phase, RunState, headline
 from elastic.events import Exit, Report
+from elastic.plan import RestorePlan
 
 # The more telling failure replaces a symptom seen earlier in the same generation.
 _TELLING = (
     "broken connection",
+    "damaged checkpoint",
     "start timeout",
     "drain timeout",
     "silent host",
@@ -34,12 +36,36 @@ def trainer_exited(state: RunState, report: Report, now_s: float, config: Config
         return Decision(state=state)
     if state.phase not in (*ALIVE, Phase.STOPPING):
         return Decision(state=state)
+    if ended.damaged and _restored_from(state, state.durable):
+        given_up = _go_back(state, ended.detail)
+        if given_up.state.durable is None:
+            return generations.fail(given_up.state, "no checkpoint", given_up.reason, now_s)
+        failed = fail_generation(given_up.state, "damaged checkpoint", (), rank, ended.detail, now_s, config)
+        return replace(failed, reason=f"{given_up.reason}; {failed.reason}")
     failure = {"user": "user code", "peer": "broken connection"}.get(ended.kind, "lost process")
     if ended.blame and ended.blame in state.hosts and ended.blame not in state.silent:
         # Out until it reports again: the next generation looks for its shards elsewhere.
         blamed = host_silent(state, ended.blame, f"rank {rank} could not read from it", now_s, config)
         state = blamed.state
     return fail_generation(state, failure, (report.host,), rank, _story(rank, report.host, ended), now_s, config)
+
+
+def _restored_from(state: RunState, checkpoint: RestorePlan | None) -> bool:
+    """Is it what the present generation starts from? The second rank that finds the same damage tells nothing new."""
+    restore = state.assignments[0].restore if state.assignments else None
+    return restore is not None and restore == checkpoint
+
+
+def _go_back(state: RunState, why: str) -> Decision:
+    """Nothing is used of a damaged checkpoint. Never from the seed instead: that would undo the run in silence."""
+    assert state.durable is not None
+    step = state.durable.key.step
+    if not state.older:
+        told = f"the checkpoint of step {step} is damaged, and there is no older one: {headline(why)}"
+        return Decision(state=replace(state, durable=None), reason=told)
+    first, *rest = state.older
+    told = f"the checkpoint of step {step} is damaged, going back to that of step {first.key.step}: {headline(why)}"
+    return Decision(state=replace(state, durable=first, older=tuple(rest)), reason=told)
 
 
 def _story(rank: int, host: str, ended: Exit) -> str:

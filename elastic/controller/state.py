@@ -73,8 +73,9 @@ class RunState:
     again. `refused`, `held`, `marked`: hosts that may not take part, may only where there are too few others, may and
     were found odd; each with why. `losses`: by node. `paused_by`, `nodes_wanted`, `hosts_wanted`, `checkpoint_wanted`,
     `settings`: what people ordered. `observed`: what policies in observe mode would do, by what it concerns. `keep`:
-    what hosts may not overwrite. `pace`: what checkpoints cost. `began_s`: when the attempt did. `waiting_for`: why no
-    membership forms. `enough_since_s`: since when WAITING has had hosts_min ready hosts, None while it has not.
+    what hosts may not overwrite. `older`: checkpoints before `durable`, newest first. `pace`: what checkpoints cost.
+    `began_s`: when the attempt did. `waiting_for`: why no membership forms. `enough_since_s`: since when WAITING has
+    had hosts_min ready hosts, None while it has not.
     """
 
     run: str = ""
@@ -104,6 +105,7 @@ class RunState:
     safe: SnapshotKey | None = None
     keep: SnapshotKey | None = None
     durable: RestorePlan | None = None
+    older: tuple[RestorePlan, ...] = ()
     upload: SnapshotKey | None = None
     upload_since_s: float = 0.0
     commit_failures: int = 0

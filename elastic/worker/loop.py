@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from elastic.checkpoint import save
 from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.errors import CheckpointError, SourceFailed, StateError
+from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, StateError
 from elastic.checkpoint.store import store_at
 from elastic.config import Config, ConfigError, Sizes, TaskError
 from elastic.data.loader import Loader, MicroBatch, held_out_batches
@@ -120,7 +120,8 @@ def _train(inheritance: Inheritance, assignment: Assignment, seat: Seat, corpora
         peers = is_peer_failure(error) or isinstance(error, CheckpointError)
         kind = "peer" if peers and not ours else "user"
         blame = error.host if isinstance(error, SourceFailed) else ""
-        return Exit(kind=kind, step=ctx.step, code=1, detail=detail, blame=blame)  # type: ignore[arg-type]  # one of the two
+        damaged = isinstance(error, Damaged)
+        return Exit(kind=kind, step=ctx.step, code=1, detail=detail, blame=blame, damaged=damaged)  # type: ignore[arg-type]  # one of the two
 
 
 def device_of(config: Config) -> torch.device:

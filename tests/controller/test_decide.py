@@ -15,7 +15,7 @@ from elastic.controller.actions import (
     UploadSnapshot,
 )
 from elastic.controller.orders import order_for
-from elastic.controller.state import Phase
+from elastic.controller.state import Decision, Phase
 from elastic.events import Exit
 from elastic.plan import RestorePlan, ShardSource, SnapshotKey
 from tests.controller.conftest import Table, config, record
@@ -92,6 +92,45 @@ def test_both_copies_gone_falls_back_to_the_durable_checkpoint(table: Table) -> 
         table.trainer(host, "exited", Exit(kind="stopped", step=3), holdings=(table.holding(3, rank),))
     assert table.state.assignments[0].restore == stored(2)
     assert table.state.step == 2
+
+
+def lose_all_memory(table: Table) -> None:
+    """What is left: hosts without a snapshot, and the checkpoints."""
+    for host in ("a/0", "a/1", "b/0", "b/1"):
+        table.take(events.HostGone(host=host, reason="EOF"))
+    table.join("c/0", "c/1", "d/0", "d/1")
+
+
+def finds_damage(table: Table, host: str) -> Decision:
+    ended = Exit(kind="peer", step=0, damaged=True, detail="data/1-1-3/0.bin is cut short\nTraceback ...")
+    return table.trainer(host, "exited", ended)
+
+
+def test_a_damaged_checkpoint_is_left_for_the_older_one_with_a_loud_line(table: Table) -> None:
+    for step in (2, 3):
+        table.take(
+            events.CheckpointCommitted(key=SnapshotKey(generation=1, step=step), number=step, restore=stored(step))
+        )
+    lose_all_memory(table)
+    assert table.state.assignments[0].restore == stored(3)
+    generation = table.state.generation
+    said = finds_damage(table, "c/0").reason
+    assert said.startswith(
+        "the checkpoint of step 3 is damaged, going back to that of step 2: data/1-1-3/0.bin is cut short;"
+    )
+    assert not finds_damage(table, "c/1").reason.startswith("the checkpoint"), "told once"
+    for host in ("d/0", "d/1"):
+        table.trainer(host, "exited", Exit(kind="stopped", step=0))
+    assert table.state.generation == generation + 1 and table.state.assignments[0].restore == stored(2)
+    assert table.state.step == 2
+
+
+def test_without_an_older_checkpoint_the_run_ends_and_does_not_start_anew(table: Table) -> None:
+    table.take(events.CheckpointCommitted(key=SnapshotKey(generation=1, step=3), number=1, restore=stored(3)))
+    lose_all_memory(table)
+    finds_damage(table, "c/0")
+    assert table.state.phase is Phase.FAILED and table.state.failure == "no checkpoint"
+    assert "step 3 is damaged, and there is no older one" in table.state.detail
 
 
 def test_silence_alone_is_no_verdict(table: Table) -> None:
