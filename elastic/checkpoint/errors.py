@@ -37,10 +37,6 @@ class SourceFailed(CheckpointError):
         self.host = host
 
 
-class StorageFailed(CheckpointError):
-    """A mover tells that the store it reads for others failed: no host's fault, and no other one would fare better."""
-
-
 class Fenced(CheckpointError):
     """A newer attempt of this run has claimed the commit log: this one must end itself."""
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from elastic.checkpoint.arena import Arena, Buffer, State
 from elastic.checkpoint.blocks import SUB_BLOCK
-from elastic.checkpoint.errors import CheckpointError, StorageFailed
+from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
 from elastic.checkpoint.pipe import Pipe
 from elastic.checkpoint.read_through import PART_BYTES, PARTS_AT_ONCE, ReadThrough, in_parts
 from elastic.checkpoint.shard import Shard, facts_nbytes, is_small, key_of, of_buffer, of_header
@@ -173,7 +173,7 @@ class Peers:
                 await self._read(pipe, key, rank, spans, request["object"])
             else:
                 raise CheckpointError(f"unknown request {sorted(request)}; do both sides run the same version?")
-        except StorageFailed as error:
+        except StorageUnavailable as error:
             await pipe.tell({"error": str(error), "storage": True})
         except CheckpointError as error:
             await pipe.tell({"error": str(error)})

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from elastic.checkpoint.blocks import SUB_BLOCK
-from elastic.checkpoint.errors import CheckpointError, StorageFailed
+from elastic.checkpoint.errors import CheckpointError, Damaged, ObjectMissing, StorageUnavailable, TooNew
 from elastic.checkpoint.shard import Shard, of_object, table_object
 from elastic.checkpoint.store import Store
 from elastic.plan import SnapshotKey
@@ -30,26 +30,45 @@ _TABLE = -1
 
 
 def stored_shard(store: Store, name: str, key: SnapshotKey, rank: int) -> Shard:
-    """The table beside the data object `name`. CheckpointError: missing, damaged, or not that shard's."""
+    """The table beside the data object `name`. Damaged: missing, other bytes, or not that shard's."""
     table = table_object(name)
-    shard = of_object(store.get(table), name=table)
+    raw = _get(store, table)
+    try:
+        shard = of_object(raw, name=table)
+    except TooNew:
+        raise
+    except CheckpointError as error:
+        raise Damaged(str(error)) from error
     if (shard.key, shard.rank) != (key, rank):
-        raise CheckpointError(
+        raise Damaged(
             f"{table} describes rank {shard.rank} of {shard.key}, wanted rank {rank} of {key}; use an older checkpoint"
         )
     return shard
 
 
 def stored_bytes(store: Store, name: str, shard: Shard, start: int, stop: int) -> bytes:
-    """Bytes `[start, stop)` of the data object `name`, verified; `start` is on a sub-block, `stop` too or the end."""
-    found = store.get(name, start, stop)
+    """Bytes `[start, stop)` of the data object `name`, verified; `start` is on a sub-block, `stop` too or the end.
+
+    Damaged: missing, cut short, or other bytes.
+    """
+    found = _get(store, name, start, stop)
     if len(found) != stop - start:
-        raise CheckpointError(
+        raise Damaged(
             f"{name} is cut short: bytes {start} to {stop} of {shard.nbytes} are {len(found)} only; "
             "use an older checkpoint"
         )
-    shard.verify(np.frombuffer(found, dtype=np.uint8), [(start, stop)], where=f"storage ({name})", at=start)
+    try:
+        shard.verify(np.frombuffer(found, dtype=np.uint8), [(start, stop)], where=f"storage ({name})", at=start)
+    except CheckpointError as error:
+        raise Damaged(str(error)) from error
     return found
+
+
+def _get(store: Store, name: str, start: int = 0, stop: int | None = None) -> bytes:
+    try:
+        return store.get(name, start, stop)
+    except ObjectMissing as error:
+        raise Damaged(f"{error}; use an older checkpoint") from error
 
 
 def in_parts(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -82,12 +101,12 @@ class ReadThrough:
     def shard(self, name: str, key: SnapshotKey, rank: int) -> asyncio.Task[Shard]:
         """The table of the data object `name`. Await it without cancelling it: others may wait for the same.
 
-        StorageFailed: no such object, damaged, not that shard's, or no answer within the limit.
+        As `stored_shard`; StorageUnavailable: no answer within the limit.
         """
         return self._once((name, _TABLE), lambda: stored_shard(self._store, name, key, rank))
 
     def part(self, name: str, shard: Shard, number: int) -> asyncio.Task[bytes]:
-        """Part `number` of the data object `name`, verified. As `shard`."""
+        """Part `number` of the data object `name`, verified. As `stored_bytes` and `shard`."""
         start = number * PART_BYTES
         stop = min(start + PART_BYTES, shard.nbytes)
         return self._once((name, number), lambda: stored_bytes(self._store, name, shard, start, stop))
@@ -109,9 +128,7 @@ class ReadThrough:
                 async with asyncio.timeout(self._limit_s):
                     return await asyncio.get_running_loop().run_in_executor(self._threads, work)
             except TimeoutError as error:
-                raise StorageFailed(f"{name}: storage gave no answer within {self._limit_s:.0f} s") from error
-            except CheckpointError as error:
-                raise StorageFailed(str(error)) from error
+                raise StorageUnavailable(f"{name}: storage gave no answer within {self._limit_s:.0f} s") from error
 
     def _fetched(self, key: _Key, task: asyncio.Task[Any]) -> None:
         """A failure is for those who wait now; who asks later has it tried again."""

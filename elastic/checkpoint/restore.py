@@ -34,7 +34,7 @@ from elastic.checkpoint.blocks import (
     sub_blocks,
     touched,
 )
-from elastic.checkpoint.errors import CheckpointError, SourceFailed, StateError, StorageFailed
+from elastic.checkpoint.errors import CheckpointError, SourceFailed, StateError, StorageUnavailable
 from elastic.checkpoint.read_through import stored_bytes, stored_shard
 from elastic.checkpoint.save import REPLICATED_BYTES_MAX, Entry, local, replica, view, wanted
 from elastic.checkpoint.shard import Shard, of_buffer
@@ -239,7 +239,7 @@ def _open_peer(source: ShardSource, reach: _Reach) -> _Opened:
 
 def _open_stored(source: ShardSource, reach: _Reach) -> _Opened:
     """Through the mover of the plan where other ranks want some of it as well, else directly; directly, too, where
-    that mover fails. StorageFailed, CheckpointError: the store does."""
+    that mover fails or tells of damage: a checkpoint is not given up on the word of another host's memory."""
     shard = None
     if source.rank != reach.own_rank:
         shard = _relayed(source, reach, lambda: _describe(source, reach))
@@ -265,12 +265,12 @@ def _open_stored(source: ShardSource, reach: _Reach) -> _Opened:
 
 
 def _relayed(source: ShardSource, reach: _Reach, ask: Callable[[], T]) -> T | None:
-    """What the mover answers that reads this shard for all. None: there is none, or it fails and the store does not."""
+    """What the mover answers that reads this shard for all. None: there is none, or it can't."""
     if source.endpoint is None:
         return None
     try:
         return ask()
-    except StorageFailed:
+    except StorageUnavailable:  # all ranks at once would only make it worse
         raise
     except CheckpointError as error:
         reach.detours.append(f"{source.object} is read directly: {source.host} should relay it, but {error}")

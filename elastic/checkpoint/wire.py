@@ -12,7 +12,7 @@ The first frame is {"hello": token}. Then requests, one at a time:
 With "object": name (of the shard's data in storage) a mover that does not hold the shard fetches it, and keeps it for
 others who ask (read_through.py). Meanwhile it says {"wait": true} now and then: storage is slow, the mover is not dead.
 
-{"error": sentence} answers what can't be done; with "storage": true it is the store that failed.
+{"error": sentence} answers what can't be done; with "storage": true because storage gave no answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from elastic.checkpoint.errors import CheckpointError, StorageFailed
+from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
 from elastic.checkpoint.shard import Shard, facts_nbytes, of_header
 from elastic.plan import Endpoint, SnapshotKey
 
@@ -51,7 +51,7 @@ def frame_length(raw: bytes | bytearray, limit: int = FRAME_BYTES_MAX) -> int:
 
 
 def parse(raw: bytes | bytearray) -> dict[str, Any]:
-    """CheckpointError: not a JSON object, or one that tells an error (StorageFailed: the store's)."""
+    """CheckpointError: not a JSON object, or one that tells an error (StorageUnavailable: that there is no storage)."""
     try:
         message = json.loads(raw)
     except ValueError as error:
@@ -59,7 +59,7 @@ def parse(raw: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise CheckpointError(f"a peer sent {type(message).__name__}, wanted a JSON object")
     if "error" in message:
-        raise (StorageFailed if message.get("storage") else CheckpointError)(str(message["error"]))
+        raise (StorageUnavailable if message.get("storage") else CheckpointError)(str(message["error"]))
     return message
 
 
@@ -74,7 +74,7 @@ def tune(sock: socket.socket) -> None:
 class MoverClient:
     """A trainer's connection to one mover. CheckpointError: unreachable, silent for `timeout_s`, or refused.
 
-    Where `stored` names the shard's object in storage, the mover may fetch it; StorageFailed: it could not.
+    Where `stored` names the shard's object in storage, the mover may fetch it; StorageUnavailable: it got no answer.
     """
 
     def __init__(self, endpoint: Endpoint, *, token: str, timeout_s: float) -> None:
@@ -144,7 +144,7 @@ class MoverClient:
         self._fill(body)
         try:
             return parse(body.tobytes())
-        except StorageFailed:
+        except StorageUnavailable:
             raise
         except CheckpointError as error:
             raise CheckpointError(f"{self._where}: {error}") from error

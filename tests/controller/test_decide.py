@@ -30,6 +30,13 @@ def stored(step: int, generation: int = 1) -> RestorePlan:
     return RestorePlan(key=SnapshotKey(generation=generation, step=step), world=1, sources=(source,))
 
 
+def starts_from(table: Table) -> RestorePlan:
+    """A checkpoint, whoever reads it for the others (test_sources.py)."""
+    plan = table.state.assignments[0].restore
+    assert plan is not None and all(source.endpoint is not None for source in plan.sources)
+    return replace(plan, sources=tuple(replace(source, host="", endpoint=None) for source in plan.sources))
+
+
 def stop_others(table: Table, *ended: str) -> None:
     for rank, host in enumerate(table.state.members):
         if host not in ended:
@@ -92,9 +99,7 @@ def test_both_copies_gone_falls_back_to_the_durable_checkpoint(table: Table) -> 
         table.take(events.HostGone(host=host, reason="EOF"))
     for rank, host in ((1, "a/1"), (3, "b/1")):
         table.trainer(host, "exited", Exit(kind="stopped", step=3), holdings=(table.holding(3, rank),))
-    restore, first = table.state.assignments[0].restore, table.state.assignments[0].members[0]
-    (source,) = stored(2).sources
-    assert restore == replace(stored(2), sources=(replace(source, host=first.host, endpoint=first.mover),))
+    assert starts_from(table) == stored(2)
     assert table.state.step == 2
 
 
@@ -116,7 +121,7 @@ def test_a_damaged_checkpoint_is_left_for_the_older_one_with_a_loud_line(table: 
             events.CheckpointCommitted(key=SnapshotKey(generation=1, step=step), number=step, restore=stored(step))
         )
     lose_all_memory(table)
-    assert table.state.assignments[0].restore == stored(3)
+    assert starts_from(table) == stored(3)
     generation = table.state.generation
     said = finds_damage(table, "c/0").reason
     assert said.startswith(
@@ -125,7 +130,7 @@ def test_a_damaged_checkpoint_is_left_for_the_older_one_with_a_loud_line(table: 
     assert not finds_damage(table, "c/1").reason.startswith("the checkpoint"), "told once"
     for host in ("d/0", "d/1"):
         table.trainer(host, "exited", Exit(kind="stopped", step=0))
-    assert table.state.generation == generation + 1 and table.state.assignments[0].restore == stored(2)
+    assert table.state.generation == generation + 1 and starts_from(table) == stored(2)
     assert table.state.step == 2
 
 
