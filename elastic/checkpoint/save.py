@@ -108,7 +108,7 @@ def owned(block: Block, tensor: torch.Tensor, rank: int, world: int) -> bool:
     """Does this rank store `block`? Of its copies one does, chosen by hash so that the load is even; all if small."""
     if block.nbytes <= REPLICATED_BYTES_MAX:
         return True
-    index, copies = _replica(tensor) if isinstance(tensor, DTensor) else (rank, world)
+    index, copies = replica(tensor, rank, world)
     return zlib.crc32(f"{block.name}{block.offsets}".encode()) % copies == index
 
 
@@ -150,7 +150,8 @@ class Snapshotter:
             return False
         buffer.begin(key, rank=self._rank, world=self._world, nbytes=self.nbytes, table=self._table)
         with torch.no_grad():
-            torch._foreach_copy_(self._targets[buffer.offset], self._sources)
+            if self._sources:  # a rank may have no rows of anything
+                torch._foreach_copy_(self._targets[buffer.offset], self._sources)
         buffer.finish()
         os.eventfd_write(self._wake, 1)
         return True
@@ -166,8 +167,10 @@ def view(memory: object, block: Block, *, at: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(block.sizes), offset=at)
 
 
-def _replica(tensor: DTensor) -> tuple[int, int]:
+def replica(tensor: torch.Tensor, rank: int, world: int) -> tuple[int, int]:
     """Which of how many copies of its local box this rank has, counted over the mesh dims that replicate."""
+    if not isinstance(tensor, DTensor):
+        return rank, world
     coordinate, index, copies = tensor.device_mesh.get_coordinate(), 0, 1
     assert coordinate is not None
     for dim, placement in enumerate(tensor.placements):
