@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic import cli_ckpt
 from elastic.config import Config, ConfigError, ElasticError, TaskError, json_schema, load, resolve
 from elastic.config_text import Text, setting
 
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
             "run", metavar="RUN", help="the run's directory, such as runs/quickstart, or its storage's URL"
         )
         sub.set_defaults(command=command)
+    cli_ckpt.add(commands)
     _add_orders(commands)
     return parser
 

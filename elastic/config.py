@@ -136,10 +136,15 @@ class Checkpoint(Section):
     """Durable checkpoints in the run's storage.
 
     `interval_steps`: so many steps apart; 0: as the cost of one and the rate of failures ask for (docs/checkpoints.md).
+
+    What stays beside the newest `keep`: of each `keep_every_steps` steps the first checkpoint (0: none), the
+    `keep_best` of lowest held-out loss (of those whose very step was evaluated), and what is pinned (`elastic ckpt`).
     """
 
     interval_steps: int = Field(0, ge=0)
     keep: int = Field(3, ge=2)
+    keep_every_steps: int = Field(0, ge=0)
+    keep_best: int = Field(0, ge=0)
 
 
 class Control(Section):

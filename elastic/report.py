@@ -56,10 +56,10 @@ class Recovery:
 
 
 def place_of(text: str) -> Place:
-    """The run that `text` names: its directory, or the URL of its storage. ReportError: a directory that is none."""
+    """The run that `text` names: its directory, its name where that lies in runs/, or the URL of its storage."""
     if "://" in text:
         return Place(directory=Path("runs", text.rstrip("/").rpartition("/")[2]), url=text)
-    directory = Path(text)
+    directory = next((path for path in (Path(text), Path("runs", text)) if path.exists()), Path(text))
     if (directory / ELSEWHERE).exists():
         told = json.loads((directory / ELSEWHERE).read_text())
         return Place(directory=directory, url=told["url"], options=StorageOptions.model_validate(told["options"]))

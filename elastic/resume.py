@@ -256,7 +256,7 @@ def _config_object(attempt: int | None) -> str:
 def about(config: Config, fingerprint: str) -> About:
     """What the checkpoints of an attempt with `config` over the dataset of `fingerprint` say of themselves."""
     safe = Resume(allowed=SAFE)
-    computed = {key: value for key, value in _flat(config.model_dump(mode="json")).items() if not safe.allows(key)}
+    computed = {key: value for key, value in flat(config.model_dump(mode="json")).items() if not safe.allows(key)}
     return About(
         run=config.run,
         fingerprint=fingerprint,
@@ -306,16 +306,17 @@ def _changes(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, A
     """(before, now) by key, of all that is not SAFE. What a saved file of another version lacks had the default."""
     if not saved:
         return {}
-    before = {**_flat(Config().model_dump(mode="json")), **_flat(saved)}
-    now = _flat(config.model_dump(mode="json"))
+    before = {**flat(Config().model_dump(mode="json")), **flat(saved)}
+    now = flat(config.model_dump(mode="json"))
     safe = Resume(allowed=SAFE)
     return {key: (before[key], now[key]) for key in now if before[key] != now[key] and not safe.allows(key)}
 
 
-def _flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """A configuration by dotted key."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{section}{name}.") if isinstance(value, Mapping) else {section + name: value}
+        found |= flat(value, f"{section}{name}.") if isinstance(value, Mapping) else {section + name: value}
     return found
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from elastic.checkpoint import garbage, retention
 from elastic.checkpoint.errors import CheckpointError, Fenced
 from elastic.checkpoint.log import CommitLog, Entry
-from elastic.checkpoint.manifest import About, build, restore_plan
+from elastic.checkpoint.manifest import About, Manifest, build, restore_plan
+from elastic.checkpoint.pins import pinned
 from elastic.checkpoint.store import Store
+from elastic.config import Checkpoint
 from elastic.events import CheckpointCommitted, CommitFailed, Uploaded
 from elastic.plan import SnapshotKey
 
-Job = tuple[SnapshotKey, tuple[Uploaded, ...]]
+Job = tuple[SnapshotKey, tuple[Uploaded, ...], Mapping[str, float]]
 Result = CheckpointCommitted | CommitFailed
 
 JOBS_MAX = 8
@@ -27,7 +30,7 @@ class Committer:
     """A worker thread with a bounded queue. `log` is its own: nobody else may use that instance.
 
     about: what is written into every manifest. samples_per_step: what one step adds to the data position. keep:
-    checkpoints kept, the newest of the run's line.
+    which older checkpoints stay.
     before_commit: makes durable what a checkpoint must not be ahead of; what it raises fails the commit.
     """
 
@@ -39,10 +42,9 @@ class Committer:
         *,
         about: About,
         samples_per_step: int,
-        keep: int,
+        keep: Checkpoint,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        assert keep >= 1, keep
         self._store, self._log, self._attempt = store, log, attempt
         self._about, self._samples_per_step = about, samples_per_step
         self._keep, self._before_commit = keep, before_commit
@@ -51,10 +53,10 @@ class Committer:
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
         self._thread.start()
 
-    def submit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...]) -> None:
-        """Never waits; the outcome comes through `results`."""
+    def submit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float]) -> None:
+        """Never waits; the outcome comes through `results`. metrics: of an evaluation at this very step."""
         try:
-            self._jobs.put_nowait((key, uploads))
+            self._jobs.put_nowait((key, uploads, metrics))
         except queue.Full:
             reason = f"{JOBS_MAX} commits are waiting already; storage is slow"
             self._results.put(CommitFailed(key=key, reason=reason))
@@ -77,15 +79,15 @@ class Committer:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            key, uploads = job
+            key, uploads, metrics = job
             try:
-                self._results.put(self._commit(key, uploads))
+                self._results.put(self._commit(key, uploads, metrics))
             except Fenced as error:
                 self._results.put(CommitFailed(key=key, reason=str(error), fenced_by=error.by_attempt))
             except Exception as error:  # the thread must live: the run goes on without this checkpoint
                 self._results.put(CommitFailed(key=key, reason=f"{type(error).__name__}: {error}"))
 
-    def _commit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...]) -> Result:
+    def _commit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float]) -> Result:
         for entry in self._log.checkpoints():
             if entry.manifest and (entry.attempt, entry.manifest.key) == (self._attempt, key):
                 return CheckpointCommitted(key=key, number=entry.number, restore=restore_plan(entry.manifest))
@@ -96,31 +98,24 @@ class Committer:
             attempt=self._attempt,
             key=key,
             samples=key.step * self._samples_per_step,
+            metrics=metrics,
         )
         self._before_commit()
-        number = self._log.commit(self._attempt, manifest, self._kept)
+        sizes = self._store.list("data/")
+        number = self._log.commit(self._attempt, manifest, lambda line, _: self._kept(line, manifest, sizes))
         committed = CheckpointCommitted(key=key, number=number, restore=restore_plan(manifest))
-        self._tidy(key)
+        self._tidy(key, sizes)
         return committed
 
-    def _kept(self, line: Sequence[Entry], aside: Sequence[Entry]) -> list[int]:
-        """Beside the new one: the newest of the run's line. What the run went back from is given up."""
-        return [entry.number for entry in line[: self._keep - 1]]
+    def _kept(self, line: Sequence[Entry], new: Manifest, sizes: Mapping[str, int]) -> set[int]:
+        """The pins are listed anew whenever the log has grown (see pins.pin)."""
+        whole = retention.whole(line, sizes)
+        return retention.kept(line, self._keep, new, pinned=pinned(self._store), whole=whole)
 
-    def _tidy(self, committed: SnapshotKey) -> None:
-        """Deletes older data that no checkpoint names any more: of those that do not count, and of uploads that were
-        never committed. A failure leaves it to the next commit."""
+    def _tidy(self, committed: SnapshotKey, sizes: Mapping[str, int]) -> None:
+        """Deletes what nothing names any more. A failure leaves it to the next commit."""
         try:
-            named = {name for entry in self._log.checkpoints() if entry.manifest for name in entry.manifest.objects()}
-            for name in self._store.list("data/"):
-                if name not in named and self._is_older(name, committed):
-                    self._store.delete(name)
+            unnamed = garbage.garbage(sizes, self._log, attempt=self._attempt, committed=committed)
+            garbage.delete(self._store, unnamed)
         except CheckpointError as error:
             self._log.complain(f"old checkpoint data stays for now: {error}")
-
-    def _is_older(self, name: str, committed: SnapshotKey) -> bool:
-        try:
-            attempt, generation, step = map(int, name.split("/")[1].split("-"))
-        except (ValueError, IndexError):
-            return False  # not ours: never touched
-        return (attempt, generation, step) < (self._attempt, committed.generation, committed.step)

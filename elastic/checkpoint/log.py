@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,8 @@ class Entry:
     """Number `number` of the log, written by `attempt`. line, aside: numbers of the checkpoints that count after it.
 
     branch: the last attempt that did not start from the newest checkpoint before it; what older ones did after that
-    checkpoint is undone. who: of a claim, and of what was taken back by hand. manifest: None for both of these.
+    checkpoint is undone. who: of a claim, and of what was done by hand. manifest: None for both of these. written_s:
+    Unix time by the writer's clock, for people only.
     """
 
     number: int
@@ -40,6 +42,7 @@ class Entry:
     line: tuple[int, ...] = ()
     aside: tuple[int, ...] = ()
     who: str = ""
+    written_s: float = 0.0
     manifest: Manifest | None = None
 
     @property
@@ -95,16 +98,20 @@ class CommitLog:
 
     def line(self) -> list[Entry]:
         """The checkpoints that the run's present state may descend from, newest first."""
-        return self._checkpoints(self._last().line)
+        return self._checkpoints(self.last().line)
 
     def checkpoints(self) -> list[Entry]:
         """All that count, by number; also those off the run's line."""
-        last = self._last()
+        last = self.last()
         return self._checkpoints(sorted({*last.line, *last.aside}))
+
+    def last(self) -> Entry:
+        """The newest valid entry: what counts now, also where an entry that it names can't be read."""
+        return self._last()[0]
 
     def branch(self) -> int:
         """See `Entry.branch`."""
-        return self._last().branch
+        return self.last().branch
 
     # ---------------------------------------------------------------- appending
 
@@ -114,14 +121,14 @@ class CommitLog:
         base: number of the checkpoint to start from, None: the newest. CheckpointError: there is no such one.
         """
         for _ in range(TRIES_MAX):
-            last = self._last()
+            last, number = self._last()
             start = self.newest_entry() if base is None else self._checkpoint(base)
-            damaged = self._reach - last.number  # each may have been a claim
+            damaged = number - 1 - last.number  # each may have been a claim
             attempt, line = last.attempt + damaged + 1, self._line_from(start, last)
             aside = tuple(sorted({*last.line, *last.aside} - {*line}))
             went_back = last.line[:1] != line[:1]
             entry = replace(last, attempt=attempt, line=line, aside=aside, branch=attempt if went_back else last.branch)
-            if self._append(entry, {"kind": "claim", "schema": SCHEMA, "who": who, "base": entry.base}):
+            if self._append(number, entry, {"kind": "claim", "schema": SCHEMA, "who": who, "base": entry.base}):
                 return attempt
         raise CheckpointError(f"the commit log grew {TRIES_MAX} times while claiming it; are many attempts starting?")
 
@@ -132,27 +139,43 @@ class CommitLog:
         """
         manifest = replace(manifest, attempt=attempt)
         for _ in range(TRIES_MAX):
-            last = self._last()
+            last, number = self._last()
             if last.attempt > attempt:
                 raise Fenced(last.attempt)
             kept = keep(self._checkpoints(last.line), self._checkpoints(last.aside))
-            number = self._next_number()
             line = (number, *(at for at in last.line if at in kept))
             aside = tuple(at for at in last.aside if at in kept)
             entry = replace(last, attempt=attempt, line=line, aside=aside)
-            if self._append(entry, {"kind": "manifest", **to_body(manifest)}):
+            if self._append(number, entry, {"kind": "manifest", **to_body(manifest)}):
                 return number
         raise CheckpointError(f"the commit log grew {TRIES_MAX} times during one commit; who else writes to it?")
 
-    def take_back(self, numbers: Collection[int], who: str) -> int:
-        """Appends that these checkpoints do not count any more; the entry's number. Their data may be deleted then."""
+    def take_back(self, numbers: Collection[int], who: str, check: Callable[[], None] = lambda: None) -> int:
+        """Appends that these checkpoints do not count any more; the entry's number. Their data may be deleted then.
+
+        check: raises what forbids it; asked anew when the log has grown meanwhile, so it is true at that entry.
+        """
         for _ in range(TRIES_MAX):
-            last = self._last()
+            last, number = self._last()
+            check()
             line = tuple(at for at in last.line if at not in numbers)
             aside = tuple(at for at in last.aside if at not in numbers)
             entry = replace(last, line=line, aside=aside)
-            if self._append(entry, {"kind": "taken back", "schema": SCHEMA, "who": who, "numbers": sorted(numbers)}):
-                return self._reach
+            body = {"kind": "taken back", "schema": SCHEMA, "who": who, "numbers": sorted(numbers)}
+            if self._append(number, entry, body):
+                return number
+        raise CheckpointError(f"the commit log grew {TRIES_MAX} times meanwhile; who else writes to it?")
+
+    def note_pin(self, checkpoint: int, who: str) -> bool:
+        """Appends that it was pinned; False: it does not count any more. Whoever retires something looks at the pins
+        after reading the log, so what is appended after this entry has seen the pin."""
+        for _ in range(TRIES_MAX):
+            last, number = self._last()
+            if checkpoint not in (*last.line, *last.aside):
+                return False
+            body = {"kind": "pinned", "schema": SCHEMA, "who": who, "numbers": [checkpoint]}
+            if self._append(number, last, body):
+                return True
         raise CheckpointError(f"the commit log grew {TRIES_MAX} times meanwhile; who else writes to it?")
 
     def complain(self, sentence: str) -> None:
@@ -175,21 +198,17 @@ class CommitLog:
 
     # ---------------------------------------------------------------- objects
 
-    def _last(self) -> Entry:
-        """The newest valid entry. Also makes `_next_number` come after all that there is now: what is decided on this
-        entry is appended there, or not at all."""
-        for number in reversed(self._numbers()):
-            if (entry := self._entry(number)) is not None:
-                return entry
-        return Entry(number=0, attempt=0)
+    def _last(self) -> tuple[Entry, int]:
+        """The newest valid entry, and the number after all that there are now: what is decided on this entry is
+        appended there, or not at all."""
+        numbers = self._numbers()
+        found = (entry for number in reversed(numbers) if (entry := self._entry(number)) is not None)
+        return next(found, Entry(number=0, attempt=0)), self._reach + 1
 
     def _numbers(self) -> list[int]:
         found = sorted(number for name in self._store.list("log/") if (number := _number(name)) is not None)
         self._reach = max(self._reach, *found, 0)
         return found
-
-    def _next_number(self) -> int:
-        return self._reach + 1
 
     def _checkpoints(self, numbers: Sequence[int]) -> list[Entry]:
         found = [self._entry(number) for number in numbers]
@@ -200,14 +219,13 @@ class CommitLog:
             self._known[number] = self._read(number)
         return self._known[number]
 
-    def _append(self, entry: Entry, body: dict[str, Any]) -> bool:
-        number = self._next_number()
+    def _append(self, number: int, entry: Entry, body: dict[str, Any]) -> bool:
         state = {"attempt": entry.attempt, "branch": entry.branch, "line": entry.line, "aside": entry.aside}
         # A store whose answer was lost looks whether what is there is what it wrote: no two writers write the same.
-        signed = sign({**body, **state, "nonce": secrets.token_hex(8)})
-        if not self._store.put_if_absent(_name(number), signed):
+        own = {"nonce": secrets.token_hex(8), "written_s": round(time.time(), 3)}
+        if not self._store.put_if_absent(_name(number), sign({**body, **state, **own})):
             return False
-        self._reach = number
+        self._reach = max(self._reach, number)
         return True
 
     def _read(self, number: int) -> Entry | None:
@@ -222,6 +240,7 @@ class CommitLog:
                 line=tuple(map(int, body["line"])),
                 aside=tuple(map(int, body["aside"])),
                 who=str(body.get("who", "")),
+                written_s=float(body.get("written_s", 0.0)),
                 manifest=of_body(body, name=name) if body["kind"] == "manifest" else None,
             )
         except (TooNew, StorageUnavailable):

@@ -12,7 +12,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -92,6 +93,16 @@ class ObjectStore:
     def delete(self, key: str) -> None:
         path = self._path(key)
         self._request(f"delete {key}", lambda fs: _delete(fs, path))
+
+    def unfinished(self, before_s: float, *, delete: bool) -> Sequence[str]:
+        """Keys whose upload in parts began before `before_s` (Unix time) and never ended; `delete` aborts them. Their
+        parts are in no list and cost money until then."""
+        root = self._root()
+        found = self._request("list unfinished uploads", lambda fs: _unfinished(fs, root, before_s))
+        for at in found if delete else ():
+            self._request(f"abort the upload of {at['Key']}", partial(_abort, upload=at))
+        prefix = f"{root.partition('/')[2]}/"
+        return [at["Key"].removeprefix(prefix) for at in found]
 
     def _find(self, fs: Any, prefix: str) -> dict[str, int]:
         root = self._root()
@@ -241,6 +252,33 @@ def _delete(fs: Any, path: str) -> None:
         fs.rm_file(path)
     except FileNotFoundError as error:
         if _code(error) == "NoSuchBucket":
+            raise
+
+
+def _unfinished(fs: Any, root: str, before_s: float) -> list[dict[str, str]]:
+    """Arguments that name each upload."""
+    if "s3" not in fs.protocol:
+        return []
+    bucket, _, prefix = root.partition("/")
+    found: list[dict[str, str]] = []
+    after: dict[str, str] = {}
+    while True:
+        page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **after)
+        found += [
+            {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+            for upload in page.get("Uploads", ())
+            if upload["Key"].startswith(f"{prefix}/") and upload["Initiated"].timestamp() < before_s
+        ]
+        if not page.get("IsTruncated") or not page.get("NextKeyMarker"):  # SeaweedFS never says where to go on
+            return found
+        after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def _abort(fs: Any, upload: dict[str, str]) -> None:
+    try:
+        fs.call_s3("abort_multipart_upload", **upload)
+    except OSError as error:
+        if _code(error) not in ("NoSuchUpload", "404") and not isinstance(error, FileNotFoundError):
             raise
 
 

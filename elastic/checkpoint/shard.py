@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic.checkpoint.arena import Buffer
-from elastic.checkpoint.blocks import SUB_BLOCK, Table, decode_bytes, sub_blocks
+from elastic.checkpoint.blocks import SUB_BLOCK, Block, Table, decode_bytes, sub_blocks
 from elastic.checkpoint.errors import CheckpointError, TooNew
 from elastic.plan import SnapshotKey
 from elastic.schema import refusal
 
 SCHEMA = 1
+BLOCKS_TOLD = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +71,19 @@ class Shard:
 
     def damage(self, sub_block: int, *, where: str) -> str:
         start, stop = sub_block * SUB_BLOCK, min((sub_block + 1) * SUB_BLOCK, self.nbytes)
-        names = [block.name for block in self.blocks() if block.at < stop and block.at + block.nbytes > start]
+        hit = [block for block in self.blocks() if block.at < stop and block.at + block.nbytes > start]
+        told = ", ".join(map(_told, hit[:BLOCKS_TOLD])) or "padding"
+        more = f" and {len(hit) - BLOCKS_TOLD} more blocks" if len(hit) > BLOCKS_TOLD else ""
         return (
             f"{where}: bytes {start} to {stop} of rank {self.rank}'s shard of {self.key} fail their CRC "
-            f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); use another copy or an older checkpoint"
+            f"({told}{more}); use another copy or an older checkpoint"
         )
+
+
+def _told(block: Block) -> str:
+    """Name and box: "model.w[0:8, 16:32]"."""
+    box = ", ".join(f"{at}:{at + size}" for at, size in zip(block.offsets, block.sizes))
+    return f"{block.name}[{box}]"
 
 
 def of_buffer(buffer: Buffer) -> Shard:
@@ -168,13 +177,13 @@ def sign(body: dict[str, Any]) -> bytes:
 
 
 def check(raw: bytes, *, name: str) -> dict[str, Any]:
-    """The inverse of `sign`, hash included. CheckpointError: not JSON, or the hash differs."""
+    """The inverse of `sign`, hash included. CheckpointError: not JSON, or not the very bytes that were signed."""
     try:
         body = json.loads(raw)
         claimed = body.pop("sha256")
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{name} is no signed JSON object ({type(error).__name__}: {error})") from error
-    if hashlib.sha256(_canonical(body)).hexdigest() != claimed:
+    if sign(body) != raw:
         raise CheckpointError(f"{name} does not match its own hash: it is damaged")
     return {**body, "sha256": claimed}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -119,6 +119,13 @@ class DirectoryStore:
         with suppress(OSError):  # the folder holds other objects, or is gone
             path.parent.rmdir()
 
+    def unfinished(self, before_s: float, *, delete: bool) -> Sequence[str]:
+        """Files that somebody began to write before `before_s` (Unix time) and never ended; `delete` removes them."""
+        found = [path for path in sorted(self._root.rglob(f"{_TMP}*")) if _written_s(path) < before_s]
+        for path in found if delete else ():
+            path.unlink(missing_ok=True)
+        return [path.relative_to(self._root).as_posix() for path in found]
+
     def _path(self, key: str) -> Path:
         check_key(key)
         return self._root / key
@@ -141,6 +148,13 @@ class DirectoryStore:
         finally:
             if aside.exists():
                 aside.unlink()
+
+
+def _written_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")  # it was ended meanwhile
 
 
 def _make_directories(folder: Path) -> None:

@@ -292,7 +292,7 @@ class Coordinator:
             attempt,
             about=about(self._config, self._fingerprint()),
             samples_per_step=self._config.batch.global_samples,
-            keep=self._config.checkpoint.keep,
+            keep=self._config.checkpoint,
             before_commit=self._sealer.seal,
         )
         log = cast("IO[bytes]", self._progress)

@@ -60,7 +60,7 @@ def run_locally(config: Config, *, say: Callable[[str], None]) -> list[dict[str,
         attempt,
         about=about(config, read_manifest(manifest.parent).fingerprint),
         samples_per_step=config.batch.global_samples,
-        keep=config.checkpoint.keep,
+        keep=config.checkpoint,
     )
     path = run_dir / "journal.jsonl"
     with tempfile.TemporaryDirectory(prefix=f"elastic-{config.run}-") as disk:

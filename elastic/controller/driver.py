@@ -6,7 +6,8 @@ exist. Everything it concludes from that enters `decide` as a fact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import IO, Any, Protocol
 
@@ -22,6 +23,8 @@ from elastic.controller.state import ALIVE, TERMINAL, Phase, RunState
 from elastic.events import HostGone, Order, Report, Uploaded
 from elastic.plan import SnapshotKey
 from elastic.telemetry import journal
+
+EVALUATIONS_MAX = 64  # of how many the loss is known when their step's checkpoint is committed
 
 
 class Cluster(Protocol):
@@ -43,7 +46,7 @@ class Cluster(Protocol):
 class Commits(Protocol):
     """The commit log, off the driver's thread."""
 
-    def submit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...]) -> None: ...
+    def submit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float]) -> None: ...
 
     def results(self) -> list[events.CheckpointCommitted | events.CommitFailed]: ...
 
@@ -85,6 +88,7 @@ class Driver:
         self._safety = SafetyFold(self.state.assignments)
         self._uploads = UploadFold()
         self._submitted: tuple[SnapshotKey, float] | None = None
+        self._held_out: deque[tuple[SnapshotKey, float]] = deque(maxlen=EVALUATIONS_MAX)
         self._order_seq = 0
         self._ordered: RunState | None = None
         self._progress_s = clock.now_s()
@@ -152,6 +156,9 @@ class Driver:
                 self._progress_s = now_s
         for record in report.steps:
             self.take(events.StepCompleted(record=record))
+            if record.held_out is not None:
+                key = SnapshotKey(generation=record.generation, step=record.step)
+                self._held_out.append((key, record.held_out))
         safe = self._safety.observe(report)
         if safe is not None:
             self.take(events.StepSafe(key=safe))
@@ -224,7 +231,9 @@ class Driver:
     def _commit(self, key: SnapshotKey) -> None:
         uploads = self._uploads.complete(key, len(self.state.members))
         assert uploads is not None, key
-        self._commits.submit(key, uploads)
+        # A restarted coordinator has not heard of the evaluation; the checkpoint is as good without its loss.
+        loss = dict(self._held_out).get(key)
+        self._commits.submit(key, uploads, {} if loss is None else {"held_out": loss})
         self._uploads.forget_before(key)
 
     def status(self) -> dict[str, Any]:

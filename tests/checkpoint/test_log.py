@@ -18,6 +18,7 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import build, restore_plan
 from elastic.checkpoint.shard import check, of_object, sign, table_object
 from elastic.checkpoint.store import DirectoryStore, Store, open_store
+from elastic.config import Checkpoint
 from elastic.events import CheckpointCommitted, CommitFailed
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import ABOUT, commits, manifest, upload
@@ -217,7 +218,7 @@ def test_a_manifest_needs_every_shard_whole(store: Store) -> None:
 
 def committer(store: Store, attempt: int, *, keep: int = 2, said: list[str] | None = None) -> Committer:
     log = CommitLog(store, (said if said is not None else []).append)
-    return Committer(store, log, attempt, about=ABOUT, samples_per_step=24, keep=keep)
+    return Committer(store, log, attempt, about=ABOUT, samples_per_step=24, keep=Checkpoint(keep=keep))
 
 
 def outcome(worker: Committer) -> CheckpointCommitted | CommitFailed:
@@ -236,7 +237,7 @@ def test_the_newest_are_kept_and_the_rest_is_deleted_after_the_commit(store: Sto
     store.put("data/foreign/x.bin", b"not ours")
     worker = committer(store, 1)
     for step in (10, 20, 30):
-        worker.submit(key(1, step), upload(store, key(1, step)))
+        worker.submit(key(1, step), upload(store, key(1, step)), {})
         result = outcome(worker)
         assert isinstance(result, CheckpointCommitted) and result.key == key(1, step)
     assert worker.close()
@@ -255,7 +256,7 @@ def test_the_base_in_use_outlives_what_was_given_up(store: Store) -> None:
     worker = committer(store, 2)
     found = []
     for step in (12, 14):
-        worker.submit(key(2, step), upload(store, key(2, step), attempt=2))
+        worker.submit(key(2, step), upload(store, key(2, step), attempt=2), {})
         assert isinstance(outcome(worker), CheckpointCommitted)
         found.append(sorted({name.split("/")[1] for name in store.list("data/")}))
     assert worker.close()
@@ -269,8 +270,8 @@ def test_what_comes_before_a_commit_can_fail_it(store: Store) -> None:
         raise CheckpointError("the journal is not there yet")
 
     log = CommitLog(store)
-    worker = Committer(store, log, 1, about=ABOUT, samples_per_step=1, keep=2, before_commit=refuse)
-    worker.submit(key(1, 10), upload(store, key(1, 10)))
+    worker = Committer(store, log, 1, about=ABOUT, samples_per_step=1, keep=Checkpoint(keep=2), before_commit=refuse)
+    worker.submit(key(1, 10), upload(store, key(1, 10)), {})
     result = outcome(worker)
     assert isinstance(result, CommitFailed) and "not there yet" in result.reason and CommitLog(store).newest() is None
     assert worker.close()
@@ -280,11 +281,11 @@ def test_a_commit_asked_for_twice_is_one_checkpoint(store: Store) -> None:
     CommitLog(store).claim("a")
     worker = committer(store, 1)
     uploads = upload(store, key(1, 10))
-    worker.submit(key(1, 10), uploads)
+    worker.submit(key(1, 10), uploads, {})
     first = outcome(worker)
     worker.close()
     again = committer(store, 1)
-    again.submit(key(1, 10), uploads)
+    again.submit(key(1, 10), uploads, {})
     assert outcome(again) == first
     again.close()
 
@@ -292,11 +293,11 @@ def test_a_commit_asked_for_twice_is_one_checkpoint(store: Store) -> None:
 def test_failures_are_results_and_the_worker_lives(store: Store) -> None:
     CommitLog(store).claim("a")
     worker = committer(store, 1)
-    worker.submit(key(1, 10), upload(store, key(1, 10))[:1])
+    worker.submit(key(1, 10), upload(store, key(1, 10))[:1], {})
     result = outcome(worker)
     assert isinstance(result, CommitFailed) and "ranks [0]" in result.reason and not result.fenced_by
     CommitLog(store).claim("b")
-    worker.submit(key(1, 10), upload(store, key(1, 10)))
+    worker.submit(key(1, 10), upload(store, key(1, 10)), {})
     result = outcome(worker)
     assert isinstance(result, CommitFailed) and result.fenced_by == 2
     assert store.list("data/1-1-10/"), "a fenced attempt deletes nothing"

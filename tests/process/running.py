@@ -105,7 +105,7 @@ class Running:
             attempt,
             about=About(run=config.run, fingerprint=""),
             samples_per_step=config.batch.global_samples,
-            keep=config.checkpoint.keep,
+            keep=config.checkpoint,
         )
         self.journal.parent.mkdir(parents=True, exist_ok=True)
         self._log = journal.open_for_append(self.journal)

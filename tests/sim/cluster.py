@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from elastic import events
@@ -52,14 +53,23 @@ class SimCluster:
                 self._world.after(self._world.draw(0.001, 1.0 if slow else 0.02), call)  # type: ignore[arg-type]
 
 
+def held_out(step: int) -> float | None:
+    """What the evaluation after `step` found, where there was one."""
+    return float(step) if step % 5 == 0 else None
+
+
 class SimCommits:
-    """The commit log: a manifest at a time, sometimes refused by the store."""
+    """The commit log: a manifest at a time, sometimes refused by the store. `with_loss`: how many came with theirs."""
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.with_loss = 0
         self._results: list[events.CheckpointCommitted | events.CommitFailed] = []
 
-    def submit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...]) -> None:
+    def submit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float]) -> None:
+        # A coordinator that was restarted may not know it; a wrong one never.
+        assert not metrics or metrics == {"held_out": held_out(key.step)}, (key, metrics)
+        self.with_loss += bool(metrics)
         self._world.after(self._world.draw(0.01, 0.3), self._commit, key, uploads)
 
     def _commit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...]) -> None:

@@ -28,6 +28,11 @@ def test_simulation(block: int) -> None:
         play(seed)
 
 
+def test_a_checkpoint_whose_step_was_evaluated_carries_the_loss() -> None:
+    """That it is never another's is checked at every commit of every seed."""
+    assert any(play(seed).commits.with_loss for seed in range(3))
+
+
 def test_same_seed_same_journal() -> None:
     first, second = (hashlib.sha256(play(7).journal).hexdigest() for _ in range(2))
     assert first == second

@@ -21,7 +21,7 @@ from elastic.plan import Assignment, RestorePlan, ShardSource
 from elastic.telemetry import journal
 from tests.sim import checkers
 from tests.sim.clock import VirtualClock
-from tests.sim.cluster import SimCluster, SimCommits
+from tests.sim.cluster import SimCluster, SimCommits, held_out
 from tests.sim.faults import KINDS, thaw
 from tests.sim.hosts import Quality, SimHost, Trainer, chain
 
@@ -255,7 +255,7 @@ class World:
     def _record(self, assignment: Assignment, step: int) -> StepRecord:
         return StepRecord(
             generation=assignment.generation, step=step, loss=1.0, tokens=24, samples=24, digest="0", grad_norm=1.0,
-            lr=0.1, seconds=0.1,
+            lr=0.1, seconds=0.1, held_out=held_out(step),
         )  # fmt: skip
 
     def _snapshot(self, host: SimHost) -> None:
