@@ -161,10 +161,13 @@ def _add_job(commands: Any, name: str, command: Any, text: str) -> argparse.Argu
 
 def _train(parsed: argparse.Namespace) -> int:
     from elastic import preflight, resume
+    from elastic.checkpoint.probe import check_storage
     from elastic.report import finished, summary_lines
 
     config, text = _checked(parsed)
     asked = resume.Resume(point=parsed.resume, allowed=tuple(parsed.allow_change))
+    if not parsed.dry_run:
+        check_storage(config.place(), _say)
     if asked.point == "auto" and finished(config):
         print(f"run {config.run} finished before; its account (for a new run: --set run=NAME, or remove its directory)")
         _print_lines(summary_lines(config.place()))
@@ -226,11 +229,13 @@ def _config_schema(parsed: argparse.Namespace) -> int:
 
 def _config_check(parsed: argparse.Namespace) -> int:
     from elastic import preflight, resume
+    from elastic.checkpoint.probe import check_storage
     from elastic.data.prepare import list_files
     from elastic.report import finished
 
     config, text = _checked(parsed)
     list_files(config.data)
+    check_storage(config.place(), _say)
     _tried(config, text, parsed)
     start = None if finished(config) else resume.choose(config, resume.Resume())
     told = preflight.start_line(config, start) if start else f"run {config.run} has finished"

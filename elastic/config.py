@@ -108,13 +108,13 @@ class StorageOptions(Section):
     S3 the environment, a profile, the machine's role), on each node.
 
     endpoint: of an S3-compatible service. checksums: the extra ones of the S3 client, which some services refuse;
-    blocks have their own in any case. deadline_s: how long one request is tried again.
+    blocks have their own in any case. deadline_s: how long one request is tried again, before it counts as an outage.
     """
 
     endpoint: str | None = None
     region: str | None = None
     checksums: Literal["when_required", "when_supported"] = "when_required"
-    deadline_s: float = Field(60.0, gt=0)
+    deadline_s: float = Field(20.0, gt=0)
 
 
 class Snapshot(Section):
@@ -191,7 +191,8 @@ class Admission(Section):
     """What a node must show before its hosts take part (docs/node_check.md).
 
     Refused: less free memory than arena and trainer need and `memory_spare_bytes` beside, less than
-    `disk_free_bytes_min` for logs, a wrong result of a product or a copy, no answer from the network. Slow: below
+    `disk_free_bytes_min` for logs, a wrong result of a product or a copy, no answer from the network, storage that
+    can't be used from here (one that only does not answer for `storage_timeout_s` is marked). Slow: below
     `slow_ratio` times the median of the other nodes (`policies.leave_out_slow`). A host that can't be refused for good
     checks again every `again_s`.
     A node that is lost the second time rests for `rest_s` before its new hosts take part, then twice as long each time
@@ -205,6 +206,7 @@ class Admission(Section):
     clock_offset_s_max: float = Field(2.0, gt=0)
     device_timeout_s: int = Field(30, ge=1)
     link_timeout_s: float = Field(5.0, gt=0)
+    storage_timeout_s: float = Field(10.0, gt=0)
     again_s: float = Field(10.0, gt=0)
     rest_s: float = Field(5.0, ge=0)
     rest_s_max: float = Field(600.0, ge=0)

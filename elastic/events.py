@@ -106,6 +106,7 @@ class NodeCheck:
     GB/s from the device's memory into the host's; copy_wrong: numbers that arrived changed.
     link_to: the host that some MB were sent to and came back from, "" where none was named; link_ms: best round trip;
     link_mbs: MB/s, the slower direction. unreached: hosts that did not answer, with why.
+    storage_wrong: what of the run's storage can't be used from here; storage_down: why it did not answer.
     failed: why the device or the memory could not be used at all. clock_ahead_s: of the coordinator's clock, found by
     the driver.
     """
@@ -122,6 +123,8 @@ class NodeCheck:
     link_ms: float = 0.0
     link_mbs: float = 0.0
     unreached: dict[str, str] = field(default_factory=dict)
+    storage_wrong: str = ""
+    storage_down: str = ""
     failed: str = ""
     clock_ahead_s: float = 0.0
 

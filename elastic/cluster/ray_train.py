@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig, TrainingFailedError
 
+from elastic.checkpoint.probe import check_storage
 from elastic.cluster import coordinator, ray_host
 from elastic.cluster.driver_lock import only_driver
 from elastic.cluster.host_slots import HostLimits
@@ -71,11 +72,12 @@ class ElasticTrainer:
         run's directory with the newest durable checkpoint in its log, None where there is none.
 
         Raises `ray.train.TrainingFailedError` as every Ray trainer; its cause says what failed. ElasticError: the run
-        is running already, Ray Train's controller died, or `resume` does not fit what is there.
+        is running already, Ray Train's controller died, storage can't be used, or `resume` does not fit what is there.
         """
         config = self.config
         prepare(config.data, progress=logger.info)
         with only_driver(config.run_dir()):
+            check_storage(config.place(), logger.warning)
             point_to(config.place())
             resume = settle(config, self.resume, choose(config, self.resume))
             actor = coordinator.start(config, resume)

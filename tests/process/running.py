@@ -19,6 +19,7 @@ from elastic.controller.driver import Driver
 from elastic.controller.state import Phase
 from elastic.data.prepare import prepare
 from elastic.events import HostGone, Order, Report, StepRecord
+from elastic.resume import save_config
 from elastic.telemetry import journal
 
 LIMIT_S = 90.0
@@ -99,6 +100,7 @@ class Running:
         log = CommitLog(store)
         self.journal = config.run_dir() / "journal"
         attempt = log.claim("test")
+        save_config(config, store, attempt=attempt)
         self.committer = Committer(
             store,
             log,
