@@ -30,6 +30,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_RESOURCES, EXIT_USER_CODE, EXIT_BUDGET
 )
 EXIT_OF = {"user code": EXIT_USER_CODE, "not enough hosts": EXIT_RESOURCES, "restart budget spent": EXIT_BUDGET}
 LINE_EVERY_S = 5.0
+ACCOUNT_S = 2.0  # at a run's end: storage that does not answer is no reason to wait for its account
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -185,7 +186,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
     began_s = time.monotonic()
     ended = session.run(config, address=parsed.address, observers=[Progress(config)], say=_say, resume=asked)
-    _print_lines(summary_lines(config.place()))
+    _print_lines(summary_lines(config.place().within(ACCOUNT_S)))
     print(f"took        {time.monotonic() - began_s:.0f} s in all")
     return _exit_code(config, ended)
 
@@ -321,7 +322,7 @@ def _logs(parsed: argparse.Namespace) -> int:
 def _exit_code(config: Config, ended: Any) -> int:
     from elastic.report import failure_of, finished
 
-    failure, detail = failure_of(config.place())
+    failure, detail = failure_of(config.place().within(ACCOUNT_S))
     if ended.error is None:
         return EXIT_INTERRUPTED if ended.interrupted and not finished(config) else EXIT_DONE
     print(f"elastic: the run failed, {failure or type(ended.error).__name__}: {detail or ended.error}", file=sys.stderr)

@@ -7,7 +7,7 @@ the key that is wrong: the place where that was said is put before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -143,7 +143,11 @@ class Checkpoint(Section):
 
 
 class Control(Section):
-    """Limits of detection and recovery. Seconds unless the name says otherwise."""
+    """Limits of detection and recovery. Seconds unless the name says otherwise.
+
+    upload_timeout_s: a checkpoint that is not committed after so long is given up for a newer one; at the end of a run
+    so long is waited for the last one.
+    """
 
     heartbeat_s: float = Field(0.25, gt=0)
     silence_s: float = Field(3.0, gt=0)
@@ -153,7 +157,7 @@ class Control(Section):
     start_timeout_s: float = Field(60.0, gt=0)
     stop_timeout_s: float = Field(5.0, gt=0)
     drain_timeout_s: float = Field(60.0, gt=0)
-    upload_timeout_s: float = Field(30.0, gt=0)
+    upload_timeout_s: float = Field(600.0, gt=0)
     grow_wait_s: float = Field(5.0, ge=0)
     failures_without_progress_max: int = Field(8, ge=1)
     collective_timeout_s: float = Field(600.0, gt=0)
@@ -251,6 +255,11 @@ class Place:
     @classmethod
     def of_directory(cls, directory: Path) -> Place:
         return cls(directory=directory, url=str(directory))
+
+    def within(self, deadline_s: float) -> Place:
+        """The same for somebody who waits: no request is tried again for longer than that."""
+        options = self.options.model_copy(update={"deadline_s": min(deadline_s, self.options.deadline_s)})
+        return replace(self, options=options)
 
 
 BUILT_IN_TASK = "elastic.worker.pretrain:LanguageModel"

@@ -8,13 +8,14 @@ reports into the facts below; only those reach `decide`, and only those are jour
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from elastic.plan import Assignment, Endpoint, Member, RestorePlan, SnapshotKey
 
-ExitKind = Literal["lost", "peer", "user", "stopped", "paused", "done"]
+ExitKind = Literal["lost", "peer", "storage", "user", "stopped", "paused", "done"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class Exit:
     peer: a collective, the rendezvous or a restore failed because of another host; this one is never blamed.
     `blame`: that host's id, where it is known (the source that could not be read). `damaged`: the committed checkpoint
     that it was to start from is not what was committed.
-    user: an exception in the task's code; `detail` is the traceback's tail.
+    storage: it did not answer a restore. user: an exception in the task's code; `detail` is the traceback's tail.
     stopped: killed by the host on an order. paused, done: ended by itself at a step boundary, state in the arena.
     """
 
@@ -70,6 +71,15 @@ class Uploaded:
     rank: int
     object: str
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadFailure:
+    """The newest upload that failed on a host, the `number`-th of them."""
+
+    key: SnapshotKey
+    reason: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +166,7 @@ class Report:
     holdings: tuple[Holding, ...] = ()
     steps: tuple[StepRecord, ...] = ()
     uploads: tuple[Uploaded, ...] = ()
+    upload_failure: UploadFailure | None = None
     skipped: int = 0
     pids: dict[str, int] = field(default_factory=dict)
     check: NodeCheck | None = None
@@ -269,7 +280,7 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFailed:
-    """The checkpoint was not committed. `fenced_by`: attempt whose claim was found in the log, 0 if none."""
+    """The checkpoint was not committed, or not even uploaded. `fenced_by`: attempt whose claim was found, 0: none."""
 
     key: SnapshotKey
     reason: str
@@ -368,24 +379,13 @@ Event = (
 )
 
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        *Event.__args__,
-        Report,
-        Order,
-        Assignment,
-        StepRecord,
-    )
+    kind.__name__: kind for kind in (*Event.__args__, Report, Order, Assignment, StepRecord)
 }
 
 
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {}
-
-
+@cache
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    if kind.__name__ not in _ADAPTERS:
-        _ADAPTERS[kind.__name__] = TypeAdapter(kind)
-    return _ADAPTERS[kind.__name__]
+    return TypeAdapter(kind)
 
 
 def to_json(value: object) -> dict[str, Any]:

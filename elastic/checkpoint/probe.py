@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
 from elastic.checkpoint.store import Store, store_at
@@ -29,8 +28,7 @@ def check_storage(place: Place, say: Callable[[str], None]) -> None:
     ConfigError: a mistake, in one sentence. StorageUnavailable: it still does not answer.
     """
     limit_s = place.options.deadline_s
-    options = place.options.model_copy(update={"deadline_s": min(TRY_S, limit_s)})
-    store, deadline_s, told = store_at(replace(place, options=options)), time.monotonic() + limit_s, False
+    store, deadline_s, told = store_at(place.within(TRY_S)), time.monotonic() + limit_s, False
     while True:
         try:
             probe(store, place.url)

@@ -270,6 +270,7 @@ class _Host:
             holdings=resources.arena.holdings(),
             steps=self._steps(),
             uploads=tuple(crew.uploads),
+            upload_failure=crew.upload_failure,
             skipped=resources.arena.board.skipped,
             pids=crew.pids(),
             check=crew.check.told,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
 
 from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
 from elastic.checkpoint.probe import probe
@@ -21,8 +20,7 @@ class StorageCheck:
     """Tries until it went well. `attempt`: whose configuration the driver has put there."""
 
     def __init__(self, place: Place, attempt: int, *, again_s: float) -> None:
-        options = place.options.model_copy(update={"deadline_s": min(TRY_S, place.options.deadline_s)})
-        self._place, self._attempt, self._again_s = replace(place, options=options), attempt, again_s
+        self._place, self._attempt, self._again_s = place.within(TRY_S), attempt, again_s
         self._found: dict[str, str] | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._work, name="storage-check", daemon=True).start()
