@@ -104,7 +104,8 @@ class ObjectStore:
                 raise
             return {}
         keys = {path[len(root) + 1 :]: int(entry["size"]) for path, entry in entries.items()}
-        return {key: size for key, size in keys.items() if key.startswith(prefix)}
+        # A service with real folders lists those that were emptied; they are no objects.
+        return {key: size for key, size in keys.items() if key.startswith(prefix) and key and not key.endswith("/")}
 
     def _path(self, key: str) -> str:
         check_key(key)

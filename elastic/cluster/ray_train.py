@@ -168,11 +168,11 @@ def _check(scaling: ScalingConfig) -> None:
 
 
 def _with_outcome(result: Result, outcome: dict[str, Any], place: Place) -> Result:
-    checkpoint = _checkpoint(result, place) if outcome.get("durable_step") else None
+    checkpoint = checkpoint_of(result, place) if outcome.get("durable_step") else None
     return dataclasses.replace(result, metrics=outcome, checkpoint=checkpoint)
 
 
-def _checkpoint(result: Result, place: Place) -> Checkpoint:
+def checkpoint_of(result: Result, place: Place) -> Checkpoint:
     """Where the run's state is: Ray Train's own directory, or the storage that only we know."""
     if place.url == str(place.directory):
         return Checkpoint(result.path, filesystem=result.filesystem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,10 @@ def test_training_goes_on_while_the_server_is_dead_and_catches_up(tmp_path: Path
         os.kill(run.pid(1, "trainer"), signal.SIGKILL)
         run.until(lambda: run.driver.state.generation > generation and run.step(step + 5)())
         assert run.driver.state.durable_step == durable
-        seaweed.start()
+        again = threading.Thread(target=seaweed.start)
+        again.start()  # the driver turns meanwhile, else hosts would miss it
         run.until(lambda: run.driver.state.durable_step > step)
+        again.join()
         assert run.driver.state.not_durable == "" and run.driver.state.incidents == 1
         run.driver.take(StopRequested(who="test", why="seen enough"))
         run.until(lambda: run.driver.state.phase is Phase.STOPPED)
