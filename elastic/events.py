@@ -8,7 +8,6 @@ reports into the facts below; only those reach `decide`, and only those are jour
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -357,35 +356,21 @@ class Tick:
 
 
 Event = (
-    RunStarted
-    | CoordinatorRestarted
-    | HostReported
-    | HostGone
-    | HostSilent
-    | StepCompleted
-    | StepSafe
-    | UploadCompleted
-    | CheckpointCommitted
-    | CommitFailed
-    | StopRequested
-    | PauseRequested
-    | ResumeRequested
-    | ResizeRequested
-    | CheckpointRequested
-    | SettingChanged
-    | NodeQuarantined
-    | NodeReleased
-    | Tick
-)
+    RunStarted | CoordinatorRestarted | HostReported | HostGone | HostSilent | StepCompleted | StepSafe
+    | UploadCompleted | CheckpointCommitted | CommitFailed | StopRequested | PauseRequested | ResumeRequested
+    | ResizeRequested | CheckpointRequested | SettingChanged | NodeQuarantined | NodeReleased | Tick
+)  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (*Event.__args__, Report, Order, Assignment, StepRecord)
 }
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {}
 
 
-@cache
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+    if kind.__name__ not in _ADAPTERS:
+        _ADAPTERS[kind.__name__] = TypeAdapter(kind)
+    return _ADAPTERS[kind.__name__]
 
 
 def to_json(value: object) -> dict[str, Any]:

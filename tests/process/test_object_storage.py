@@ -23,9 +23,12 @@ from elastic.report import durability_line
 from elastic.telemetry import journal
 from elastic.telemetry.lineage import lineage
 from tests.process.running import Running, small
-from tests.storage.servers import Seaweed, credentials
+from tests.storage.servers import Proxy, Request, Seaweed, credentials
 
 pytestmark = pytest.mark.timeout(400)
+
+FAULTS = {3: "503 SlowDown", 4: "503 SlowDown", 8: "cut", 12: "lost", 16: "late", 17: "500 InternalError"}
+EXPIRED = "400 ExpiredToken"
 
 
 @pytest.fixture
@@ -102,3 +105,27 @@ def test_a_run_that_ends_without_storage_says_which_step_is_durable(tmp_path: Pa
     assert state.failure == "checkpoint" and state.step == 30
     assert state.detail.startswith("step 30 is not durable: n0/0.") and "is the endpoint right" in state.detail
     assert f"the last durable one is of step {state.durable_step}, " in state.detail and state.durable_step < 30
+
+
+def test_faults_of_single_requests_are_no_news(tmp_path: Path, seaweed: Seaweed) -> None:
+    """Throttling, cut and late answers, lost ones, and credentials that expire for a while: a run does not notice."""
+    broken: list[str] = []
+
+    def rule(request: Request) -> str:
+        found = EXPIRED if 60 <= request.number < 75 else FAULTS.get(request.number % 20, "")
+        broken.append(found)
+        return found
+
+    proxy = Proxy(seaweed.endpoint)
+    proxy.rule = rule
+    config = on_s3(tmp_path, proxy.endpoint, steps=30, hosts_max=2, checkpoint={"interval_steps": 5})
+    options = config.storage_options.model_copy(update={"deadline_s": 30.0})
+    config = config.model_copy(update={"storage_options": options})
+    with Running(config, tmp_path, nodes=2, hosts_per_node=1) as run:
+        run.finish()
+        assert run.driver.state.incidents == 0 and run.driver.state.refused == {}
+    proxy.close()
+    assert {*FAULTS.values(), EXPIRED} <= {*broken}
+    store = store_at(on_s3(tmp_path, seaweed.endpoint).place())
+    newest = CommitLog(store).newest()
+    assert newest is not None and newest.key.step == 30 and list(damages(store, newest)) == []
