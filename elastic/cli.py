@@ -118,7 +118,7 @@ def _add_orders(commands: Any) -> None:
 
 def _add_order(commands: Any, kind: str, text: str) -> argparse.ArgumentParser:
     sub: argparse.ArgumentParser = commands.add_parser(kind, help=text, description=text)
-    sub.add_argument("run", metavar="RUN", help="the run's directory or name")
+    sub.add_argument("run", metavar="RUN", help="the run's directory, name or URL")
     sub.add_argument("--address", help="its Ray cluster; without it, the one its directory names")
     if kind != "status":
         sub.add_argument("--why", default="by hand", help="the reason, for the journal")
