@@ -31,6 +31,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_RESOURCES, EXIT_USER_CODE, EXIT_BUDGET
 )
 EXIT_OF = {"user code": EXIT_USER_CODE, "not enough hosts": EXIT_RESOURCES, "restart budget spent": EXIT_BUDGET}
 LINE_EVERY_S = 5.0
+ACCOUNT_S = 2.0  # at a run's end: storage that does not answer is no reason to wait for its account
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -119,7 +120,7 @@ def _add_orders(commands: Any) -> None:
 
 def _add_order(commands: Any, kind: str, text: str) -> argparse.ArgumentParser:
     sub: argparse.ArgumentParser = commands.add_parser(kind, help=text, description=text)
-    sub.add_argument("run", metavar="RUN", help="the run's directory or name")
+    sub.add_argument("run", metavar="RUN", help="the run's directory, name or URL")
     sub.add_argument("--address", help="its Ray cluster; without it, the one its directory names")
     if kind != "status":
         sub.add_argument("--why", default="by hand", help="the reason, for the journal")
@@ -163,10 +164,13 @@ def _add_job(commands: Any, name: str, command: Any, text: str) -> argparse.Argu
 
 def _train(parsed: argparse.Namespace) -> int:
     from elastic import preflight, resume
+    from elastic.checkpoint.probe import check_storage
     from elastic.report import finished, summary_lines
 
     config, text = _checked(parsed)
     asked = resume.Resume(point=parsed.resume, allowed=tuple(parsed.allow_change))
+    if not parsed.dry_run:
+        check_storage(config.place(), _say)
     if asked.point == "auto" and finished(config):
         print(f"run {config.run} finished before; its account (for a new run: --set run=NAME, or remove its directory)")
         _print_lines(summary_lines(config.place()))
@@ -184,7 +188,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
     began_s = time.monotonic()
     ended = session.run(config, address=parsed.address, observers=[Progress(config)], say=_say, resume=asked)
-    _print_lines(summary_lines(config.place()))
+    _print_lines(summary_lines(config.place().within(ACCOUNT_S)))
     print(f"took        {time.monotonic() - began_s:.0f} s in all")
     return _exit_code(config, ended)
 
@@ -228,11 +232,13 @@ def _config_schema(parsed: argparse.Namespace) -> int:
 
 def _config_check(parsed: argparse.Namespace) -> int:
     from elastic import preflight, resume
+    from elastic.checkpoint.probe import check_storage
     from elastic.data.prepare import list_files
     from elastic.report import finished
 
     config, text = _checked(parsed)
     list_files(config.data)
+    check_storage(config.place(), _say)
     _tried(config, text, parsed)
     start = None if finished(config) else resume.choose(config, resume.Resume())
     told = preflight.start_line(config, start) if start else f"run {config.run} has finished"
@@ -318,7 +324,7 @@ def _logs(parsed: argparse.Namespace) -> int:
 def _exit_code(config: Config, ended: Any) -> int:
     from elastic.report import failure_of, finished
 
-    failure, detail = failure_of(config.place())
+    failure, detail = failure_of(config.place().within(ACCOUNT_S))
     if ended.error is None:
         return EXIT_INTERRUPTED if ended.interrupted and not finished(config) else EXIT_DONE
     print(f"elastic: the run failed, {failure or type(ended.error).__name__}: {detail or ended.error}", file=sys.stderr)

@@ -7,7 +7,7 @@ the key that is wrong: the place where that was said is put before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -108,13 +108,13 @@ class StorageOptions(Section):
     S3 the environment, a profile, the machine's role), on each node.
 
     endpoint: of an S3-compatible service. checksums: the extra ones of the S3 client, which some services refuse;
-    blocks have their own in any case. deadline_s: how long one request is tried again.
+    blocks have their own in any case. deadline_s: how long one request is tried again, before it counts as an outage.
     """
 
     endpoint: str | None = None
     region: str | None = None
     checksums: Literal["when_required", "when_supported"] = "when_required"
-    deadline_s: float = Field(60.0, gt=0)
+    deadline_s: float = Field(20.0, gt=0)
 
 
 class Snapshot(Section):
@@ -148,7 +148,11 @@ class Checkpoint(Section):
 
 
 class Control(Section):
-    """Limits of detection and recovery. Seconds unless the name says otherwise."""
+    """Limits of detection and recovery. Seconds unless the name says otherwise.
+
+    upload_timeout_s: a checkpoint that is not committed after so long is given up for a newer one; at the end of a run
+    so long is waited for the last one.
+    """
 
     heartbeat_s: float = Field(0.25, gt=0)
     silence_s: float = Field(3.0, gt=0)
@@ -158,7 +162,7 @@ class Control(Section):
     start_timeout_s: float = Field(60.0, gt=0)
     stop_timeout_s: float = Field(5.0, gt=0)
     drain_timeout_s: float = Field(60.0, gt=0)
-    upload_timeout_s: float = Field(30.0, gt=0)
+    upload_timeout_s: float = Field(600.0, gt=0)
     grow_wait_s: float = Field(5.0, ge=0)
     failures_without_progress_max: int = Field(8, ge=1)
     collective_timeout_s: float = Field(600.0, gt=0)
@@ -196,7 +200,8 @@ class Admission(Section):
     """What a node must show before its hosts take part (docs/node_check.md).
 
     Refused: less free memory than arena and trainer need and `memory_spare_bytes` beside, less than
-    `disk_free_bytes_min` for logs, a wrong result of a product or a copy, no answer from the network. Slow: below
+    `disk_free_bytes_min` for logs, a wrong result of a product or a copy, no answer from the network, storage that
+    can't be used from here (one that only does not answer for `storage_timeout_s` is marked). Slow: below
     `slow_ratio` times the median of the other nodes (`policies.leave_out_slow`). A host that can't be refused for good
     checks again every `again_s`.
     A node that is lost the second time rests for `rest_s` before its new hosts take part, then twice as long each time
@@ -210,6 +215,7 @@ class Admission(Section):
     clock_offset_s_max: float = Field(2.0, gt=0)
     device_timeout_s: int = Field(30, ge=1)
     link_timeout_s: float = Field(5.0, gt=0)
+    storage_timeout_s: float = Field(10.0, gt=0)
     again_s: float = Field(10.0, gt=0)
     rest_s: float = Field(5.0, ge=0)
     rest_s_max: float = Field(600.0, ge=0)
@@ -254,6 +260,11 @@ class Place:
     @classmethod
     def of_directory(cls, directory: Path) -> Place:
         return cls(directory=directory, url=str(directory))
+
+    def within(self, deadline_s: float) -> Place:
+        """The same for somebody who waits: no request is tried again for longer than that."""
+        options = self.options.model_copy(update={"deadline_s": min(deadline_s, self.options.deadline_s)})
+        return replace(self, options=options)
 
 
 BUILT_IN_TASK = "elastic.worker.pretrain:LanguageModel"

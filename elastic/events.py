@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from elastic.plan import Assignment, Endpoint, Member, RestorePlan, SnapshotKey
 
-ExitKind = Literal["lost", "peer", "user", "stopped", "paused", "done"]
+ExitKind = Literal["lost", "peer", "storage", "user", "stopped", "paused", "done"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Exit:
     peer: a collective, the rendezvous or a restore failed because of another host; this one is never blamed.
     `blame`: that host's id, where it is known (the source that could not be read). `damaged`: the committed checkpoint
     that it was to start from is not what was committed.
-    user: an exception in the task's code; `detail` is the traceback's tail.
+    storage: it did not answer a restore. user: an exception in the task's code; `detail` is the traceback's tail.
     stopped: killed by the host on an order. paused, done: ended by itself at a step boundary, state in the arena.
     """
 
@@ -73,6 +73,15 @@ class Uploaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UploadFailure:
+    """The newest upload that failed on a host, the `number`-th of them."""
+
+    key: SnapshotKey
+    reason: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One completed optimizer step, told by rank 0; sums are over all ranks (they came through the step word).
 
@@ -106,6 +115,7 @@ class NodeCheck:
     GB/s from the device's memory into the host's; copy_wrong: numbers that arrived changed.
     link_to: the host that some MB were sent to and came back from, "" where none was named; link_ms: best round trip;
     link_mbs: MB/s, the slower direction. unreached: hosts that did not answer, with why.
+    storage_wrong: what of the run's storage can't be used from here; storage_down: why it did not answer.
     failed: why the device or the memory could not be used at all. clock_ahead_s: of the coordinator's clock, found by
     the driver.
     """
@@ -122,6 +132,8 @@ class NodeCheck:
     link_ms: float = 0.0
     link_mbs: float = 0.0
     unreached: dict[str, str] = field(default_factory=dict)
+    storage_wrong: str = ""
+    storage_down: str = ""
     failed: str = ""
     clock_ahead_s: float = 0.0
 
@@ -153,6 +165,7 @@ class Report:
     holdings: tuple[Holding, ...] = ()
     steps: tuple[StepRecord, ...] = ()
     uploads: tuple[Uploaded, ...] = ()
+    upload_failure: UploadFailure | None = None
     skipped: int = 0
     pids: dict[str, int] = field(default_factory=dict)
     check: NodeCheck | None = None
@@ -266,7 +279,7 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFailed:
-    """The checkpoint was not committed. `fenced_by`: attempt whose claim was found in the log, 0 if none."""
+    """The checkpoint was not committed, or not even uploaded. `fenced_by`: attempt whose claim was found, 0: none."""
 
     key: SnapshotKey
     reason: str
@@ -343,39 +356,14 @@ class Tick:
 
 
 Event = (
-    RunStarted
-    | CoordinatorRestarted
-    | HostReported
-    | HostGone
-    | HostSilent
-    | StepCompleted
-    | StepSafe
-    | UploadCompleted
-    | CheckpointCommitted
-    | CommitFailed
-    | StopRequested
-    | PauseRequested
-    | ResumeRequested
-    | ResizeRequested
-    | CheckpointRequested
-    | SettingChanged
-    | NodeQuarantined
-    | NodeReleased
-    | Tick
-)
+    RunStarted | CoordinatorRestarted | HostReported | HostGone | HostSilent | StepCompleted | StepSafe
+    | UploadCompleted | CheckpointCommitted | CommitFailed | StopRequested | PauseRequested | ResumeRequested
+    | ResizeRequested | CheckpointRequested | SettingChanged | NodeQuarantined | NodeReleased | Tick
+)  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        *Event.__args__,
-        Report,
-        Order,
-        Assignment,
-        StepRecord,
-    )
+    kind.__name__: kind for kind in (*Event.__args__, Report, Order, Assignment, StepRecord)
 }
-
-
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {}
 
 

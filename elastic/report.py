@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic import segments
+from elastic.checkpoint.errors import StorageUnavailable
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.store import store_at
 from elastic.config import Config, ElasticError, Place, StorageOptions, parse
@@ -56,9 +57,14 @@ class Recovery:
 
 
 def place_of(text: str) -> Place:
-    """The run that `text` names: its directory, its name where that lies in runs/, or the URL of its storage."""
+    """The run that `text` names: its directory, its name where that lies in runs/, or its storage's URL. How a URL is
+    reached (its endpoint) stands in the run's directory, where one is here; else its client's own configuration says it
+    (AWS_ENDPOINT_URL)."""
     if "://" in text:
-        return Place(directory=Path("runs", text.rstrip("/").rpartition("/")[2]), url=text)
+        url = text.rstrip("/")
+        directory = Path("runs", url.rpartition("/")[2])
+        known = place_of(str(directory))
+        return known if known.url == url else Place(directory=directory, url=url)
     directory = next((path for path in (Path(text), Path("runs", text)) if path.exists()), Path(text))
     if (directory / ELSEWHERE).exists():
         told = json.loads((directory / ELSEWHERE).read_text())
@@ -197,7 +203,8 @@ def summary_lines(place: Place) -> list[str]:
     return [
         f"phase       {last['phase']}",
         f"held-out    {loss}",
-        f"steps       {last['step']} of {config_of(place).steps}, {sum(r['samples'] for r in records)} samples",
+        f"steps       {last['step']}{_asked_steps(place)}, {sum(r['samples'] for r in records)} samples",
+        f"durable     {durability_line(entries)}",
         f"generations {len(starts)}, worlds {' '.join(str(len(start['hosts'])) for start in starts)}",
         f"incidents   {len(told)}",
         *(f"  {line}" for line in recovery_lines(told)),
@@ -206,6 +213,31 @@ def summary_lines(place: Place) -> list[str]:
         + ", ".join(f"{name} {s:.1f} s ({100 * s / wall_s:.0f} %)" for name, s in spent.seconds().items()),
         f"files       {place.url} (journal.jsonl, config.yaml, log/, data/); output: elastic logs {place.directory}",
     ]
+
+
+def _asked_steps(place: Place) -> str:
+    try:
+        return f" of {config_of(place).steps}"
+    except StorageUnavailable:
+        return ""  # told by whoever read the journal
+
+
+def durability_line(entries: Sequence[dict[str, Any]]) -> str:
+    """The newest checkpoint, and for how long storage took none although one was due."""
+    newest, failing_s, outages_s = "no checkpoint", None, list[float]()
+    for entry in entries:
+        kind, now_s = entry["event"]["kind"], entry["t"]
+        if kind == "CommitFailed" and failing_s is None and not entry["event"]["fenced_by"]:
+            failing_s = now_s
+        elif kind in ("CheckpointCommitted", "RunStarted") and failing_s is not None:
+            outages_s.append(now_s - failing_s)
+            failing_s = None
+        if kind == "CheckpointCommitted":
+            newest = f"step {entry['event']['key']['step']}, {entries[-1]['t'] - now_s:.0f} s before the end"
+    if failing_s is not None:
+        outages_s.append(entries[-1]["t"] - failing_s)
+    took = f"; storage took none for {sum(outages_s):.0f} s in all, {len(outages_s)} times" if outages_s else ""
+    return newest + took
 
 
 def admission_lines(entries: Sequence[dict[str, Any]]) -> list[str]:

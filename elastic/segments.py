@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
 from elastic.checkpoint.store import Store, store_at
 from elastic.config import Place
 from elastic.telemetry import journal
@@ -35,7 +35,14 @@ def exist(place: Place) -> bool:
 def entries(place: Place) -> list[dict[str, Any]]:
     """The run's journal, from its file and its segments, whichever knows more of each attempt."""
     path = place.directory / FILE
-    merged = _merged(_by_attempt(path), store_at(place))
+    here = _by_attempt(path)
+    try:
+        merged = _merged(here, store_at(place))
+    except StorageUnavailable as error:
+        if not here:
+            raise
+        logger.warning("only the journal of this machine is read: %s", error)
+        merged = here
     return list(journal.read(b"".join(merged.values()), str(path)))
 
 
@@ -111,7 +118,7 @@ class Sealer:
     def __init__(self, path: Path, store: Store, *, attempt: int, every_s: float = SEAL_EVERY_S) -> None:
         self._path, self._store, self._every_s = path, store, every_s
         self._lock = threading.Lock()
-        self._stretches = _unsealed(path, store, attempt)
+        self._attempt, self._stretches = attempt, list[_Stretch]()
         self._failing = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="sealer", daemon=True)
@@ -121,6 +128,8 @@ class Sealer:
         """All lines that the file holds now are in storage on return. CheckpointError: storage refuses them."""
         with self._lock:
             size = self._path.stat().st_size if self._path.exists() else 0
+            if not self._stretches:  # not earlier: who makes a sealer does not wait for storage
+                self._stretches = _unsealed(self._path, self._store, self._attempt)
             while self._stretches:
                 stretch = self._stretches[0]
                 data = self._read(stretch) if stretch.at < size else b""

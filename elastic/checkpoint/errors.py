@@ -18,7 +18,8 @@ class ObjectMissing(CheckpointError):
 
 
 class StorageUnavailable(CheckpointError):
-    """Storage gave no useful answer within the limit: that may pass, and says nothing about what lies there."""
+    """Storage did not do what it could before and may do again: an outage, throttling, a full disk. No mistake of the
+    configuration; what was refused is worth another try later."""
 
 
 class Damaged(CheckpointError):

@@ -10,8 +10,8 @@ lines over the control socket. Host to mover, the first line saying the run's to
     {"try": [{"host", "address", "port"}, ...], "limit_s": seconds}   exchange bytes with the first that answers
 
 Mover to host: {"ready": true}, {"changed": true} when any holding changed, {"sealed": true} when all that
-was written is sealed, {"uploaded": ...} (see `uploaded_of`), {"failed": what, "reason": sentence},
-{"tried": {"link_to": host or "", "link_ms", "link_mbs", "unreached": {host: why}}}.
+was written is sealed, {"uploaded": ...} (see `uploaded_of`), {"failed": what, "reason": sentence, "key": of
+an upload}, {"tried": {"link_to": host or "", "link_ms", "link_mbs", "unreached": {host: why}}}.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from elastic.events import Uploaded
 from elastic.plan import Endpoint, SnapshotKey
 
 TOKEN_S = 30.0
-UPLOAD_S = 600.0
 BUSY_S = 0.01  # between tries while the partner has no room: a newer safe step makes some
 KEPT_BYTES_MIN = 128 << 20  # of storage read through: several connections' parts ahead; else as much as own snapshots
 PAUSE_S = 0.5  # most, between tries after errors
@@ -308,15 +307,15 @@ class Mover:
 
     async def _upload(self, buffer: Buffer | None, key: SnapshotKey) -> Uploaded | None:
         if buffer is None:
-            self._fail("upload", f"{key} is not in this host's arena any more")
+            self._fail("upload", f"{key} is not in this host's arena any more", key)
             return None
         sequence = buffer.sequence
         buffer.pin(self._incarnation)
         try:
-            async with asyncio.timeout(UPLOAD_S):
-                return await asyncio.to_thread(self._put, buffer, key, sequence, self._attempt)
+            # Without a limit of its own: the thread would go on, and the next upload run beside it.
+            return await asyncio.to_thread(self._put, buffer, key, sequence, self._attempt)
         except (OSError, TimeoutError, CheckpointError) as error:
-            self._fail("upload", f"of {key}: {_say(error)}")
+            self._fail("upload", _say(error), key)
             return None
         finally:
             buffer.unpin()
@@ -331,8 +330,8 @@ class Mover:
         self._store.put(table_object(name), to_object(shard))
         return Uploaded(key=key, rank=shard.rank, object=name, nbytes=shard.nbytes)
 
-    def _fail(self, what: str, reason: str) -> None:
-        self._tell({"failed": what, "reason": reason})
+    def _fail(self, what: str, reason: str, key: SnapshotKey | None = None) -> None:
+        self._tell({"failed": what, "reason": reason, "key": asdict(key) if key else None})
 
 
 def _say(error: BaseException) -> str:

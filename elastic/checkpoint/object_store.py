@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
 from elastic.checkpoint.store import check_key
 from elastic.config import StorageOptions
 
@@ -115,7 +115,8 @@ class ObjectStore:
                 raise
             return {}
         keys = {path[len(root) + 1 :]: int(entry["size"]) for path, entry in entries.items()}
-        return {key: size for key, size in keys.items() if key.startswith(prefix)}
+        # A service with real folders lists those that were emptied; they are no objects.
+        return {key: size for key, size in keys.items() if key.startswith(prefix) and key and not key.endswith("/")}
 
     def _path(self, key: str) -> str:
         check_key(key)
@@ -128,7 +129,7 @@ class ObjectStore:
         """This process's own: its thread and its sockets do not survive a fork."""
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():
-                fs, root = _open(self._url, self._options)
+                fs, root = open_filesystem(self._url, self._options)
                 self._opened = (os.getpid(), fs, root)
             return self._opened[1:]
 
@@ -138,7 +139,7 @@ class ObjectStore:
             self._opened = None
 
     def _request(self, what: str, call: Callable[[Any], T]) -> T:
-        """ObjectMissing, or CheckpointError once another try is useless or the deadline has passed."""
+        """ObjectMissing; CheckpointError: another try is useless; StorageUnavailable: the deadline has passed."""
         deadline_s, wait_s, tries = time.monotonic() + self._deadline_s, RETRY_S[0], 0
         while True:
             tries += 1
@@ -151,8 +152,10 @@ class ObjectStore:
                 if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
                     raise ObjectMissing(f"{self._url}: can't {what}: it does not exist") from error
                 left_s = deadline_s - time.monotonic()
-                if not _may_pass(error, code) or left_s <= 0:
+                if not _may_pass(error, code):
                     raise CheckpointError(self._sentence(what, error, code, tries)) from error
+                if left_s <= 0:
+                    raise StorageUnavailable(self._sentence(what, error, code, tries)) from error
                 if code in _NEW_CREDENTIALS:
                     self._renew()
                 _log.debug("try %d to %s: %s", tries, what, error)
@@ -179,7 +182,7 @@ def _filesystem_class(scheme: str) -> Any:
         ) from error
 
 
-def _open(url: str, options: StorageOptions) -> tuple[Any, str]:
+def open_filesystem(url: str, options: StorageOptions) -> tuple[Any, str]:
     """A filesystem of its own, and the run's root in it."""
     import fsspec
 

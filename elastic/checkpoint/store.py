@@ -6,6 +6,7 @@ append. A conditional PUT on S3 fits the same five methods.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
@@ -14,14 +15,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
 from elastic.config import Place, StorageOptions
 
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # full for now, or a mount away
 _TMP = ".tmp-"  # no key has a part that begins with a dot, so a half-written file is never an object
 
 
 class Store(Protocol):
-    """Objects by key ("data/1-3-50/0.bin"). Every method may raise CheckpointError."""
+    """Objects by key ("data/1-3-50/0.bin"). Every method may raise CheckpointError; StorageUnavailable: it may pass."""
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Durable on return; the key must be nobody else's."""
@@ -94,12 +96,12 @@ class DirectoryStore:
         except FileNotFoundError as error:
             raise ObjectMissing(f"{path} does not exist") from error
         except OSError as error:
-            raise CheckpointError(f"can't read {path}: {error.strerror}") from error
+            raise _failure(error)(f"can't read {path}: {error.strerror}") from error
 
     def list(self, prefix: str) -> dict[str, int]:
         found: dict[str, int] = {}
         top = self._root / prefix.rpartition("/")[0]
-        for folder, _, names in os.walk(top):
+        for folder, _, names in os.walk(top, onerror=_refuse_to_list):
             for name in names:
                 path = Path(folder, name)
                 key = path.relative_to(self._root).as_posix()
@@ -115,7 +117,7 @@ class DirectoryStore:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise CheckpointError(f"can't delete {path}: {error.strerror}") from error
+            raise _failure(error)(f"can't delete {path}: {error.strerror}") from error
         with suppress(OSError):  # the folder holds other objects, or is gone
             path.parent.rmdir()
 
@@ -142,7 +144,7 @@ class DirectoryStore:
                 os.fsync(file.fileno())
             yield aside, path
         except OSError as error:
-            raise CheckpointError(
+            raise _failure(error)(
                 f"can't write {path}: {error.strerror}; check that the directory is writable and has room"
             ) from error
         finally:
@@ -155,6 +157,16 @@ def _written_s(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return float("inf")  # it was ended meanwhile
+
+
+def _refuse_to_list(error: OSError) -> None:
+    """A folder that can't be read is not an empty one; only one that is not there is."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise _failure(error)(f"can't list {error.filename}: {error.strerror}") from error
+
+
+def _failure(error: OSError) -> type[CheckpointError]:
+    return StorageUnavailable if error.errno in _MAY_PASS else CheckpointError
 
 
 def _make_directories(folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""A host's check of its node before it takes part, from three places: what is free is measured here, the device by a
-fork of the template, the network by the mover. No torch, no waiting but in `wait_for_room`.
+"""A host's check of its node before it takes part, from four places: what is free is measured here, the device by a
+fork of the template, the network by the mover, storage by a thread. No torch, no waiting but in `wait_for_room`.
 
 Facts only: the controller judges them, with the same limits (elastic.health.admission).
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 from elastic.cluster import memory
 from elastic.cluster.children import Mover
+from elastic.cluster.storage_check import StorageCheck
 from elastic.cluster.stream import Client
 from elastic.config import Config
 from elastic.events import NodeCheck, Report
@@ -38,14 +39,16 @@ class HostCheck:
         self._node = node
         self._log_dir = log_dir
         self._facts = NodeCheck(memory_wanted_bytes=reserved_bytes(config))
-        self._device_known = self._link_known = False
-        self._try_s = 0.0
+        self._device_known = self._link_known = self._storage_known = False
+        self._storage: StorageCheck | None = None
+        self._try_s = self._storage_late_s = 0.0
         self.changed = False
         self._measure_room()
 
     @property
     def done(self) -> bool:
-        return (self._device_known and self._link_known) or not self._limits.enabled
+        known = self._device_known and self._link_known and self._storage_known
+        return known or not self._limits.enabled
 
     @property
     def told(self) -> NodeCheck | None:
@@ -63,7 +66,11 @@ class HostCheck:
         known = self._device_known and fits(self._facts, use_gpu=self._config.use_gpu)
         return known or not self._limits.enabled
 
-    # ---------------------------------------------------------------- device and network
+    def close(self) -> None:
+        if self._storage is not None:
+            self._storage.close()
+
+    # ---------------------------------------------------------------- device, network, storage
 
     def hear_device(self, found: dict[str, Any]) -> None:
         self._facts = replace(self._facts, **found)
@@ -91,6 +98,26 @@ class HostCheck:
         self._try_s = now_s + limit_s * (len(neighbours) + 1)  # by then it has answered, or has died
         places = [{"host": member.host, **asdict(member.mover)} for member in neighbours]
         mover.lines.write({"try": places, "limit_s": limit_s})
+
+    def try_storage(self, attempt: int) -> None:
+        """Begin to ask, or hear what came of it. One that does not answer in time is no reason to wait for it."""
+        if not self._limits.enabled:
+            return
+        now_s, limit_s = time.monotonic(), self._limits.storage_timeout_s
+        if self._storage is None:
+            self._storage = StorageCheck(self._config.place(), attempt, again_s=self._limits.again_s)
+            self._storage_late_s = now_s + limit_s
+        found = self._storage.take()
+        if found is None and not self._storage_known and now_s >= self._storage_late_s:
+            found = {"storage_wrong": "", "storage_down": f"no answer within {limit_s:.0f} s"}
+        if found is not None:
+            self.hear_storage(found)
+
+    def hear_storage(self, found: dict[str, Any]) -> None:
+        if found["storage_down"] and self._facts.storage_down:
+            return  # as before; how often it was tried is no news
+        self._facts = replace(self._facts, **found)
+        self._storage_known = self.changed = True
 
     # ---------------------------------------------------------------- room
 

@@ -15,6 +15,7 @@ import ray
 from elastic.cluster import coordinator
 from elastic.cluster.coordinator import MEMORY, NAMESPACE, RunError
 from elastic.config import ElasticError
+from elastic.report import place_of
 
 CONNECT_TIMEOUT_S = 3.0
 ANSWER_TIMEOUT_S = 30.0
@@ -35,7 +36,7 @@ def status(run: str, address: str | None) -> dict[str, Any]:
 
 @contextmanager
 def _coordinator(run: str, address: str | None) -> Iterator[Any]:
-    name = Path(run).name
+    name = place_of(run).directory.name
     reached = address or _address_of(run)
     try:
         ray.init(
@@ -63,8 +64,8 @@ def _answer(reference: Any) -> Any:
 
 
 def _address_of(run: str) -> str:
-    """The Ray address that the run's coordinator wrote into its directory; `run` is that directory or its name."""
-    found = [path for path in (Path(run), Path("runs", run)) if (path / MEMORY).exists()]
+    """The Ray address that the run's coordinator wrote into its directory; `run`: that directory, its name or URL."""
+    found = [path for path in (place_of(run).directory, Path("runs", run)) if (path / MEMORY).exists()]
     if not found:
         raise RunError(
             f"no run {run} was started from here (looked for {Path(run, MEMORY)} and {Path('runs', run, MEMORY)}); "
@@ -91,6 +92,7 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     for name, text in (
         ("waiting", status.get("waiting_for")),
         ("paused", status.get("paused_by")),
+        ("storage", status.get("not_durable")),
         ("failed", ": ".join(filter(None, (status.get("failure"), status.get("detail"))))),
     ):
         if text:
@@ -115,7 +117,7 @@ def _figures(status: dict[str, Any]) -> list[str]:
     rate = "" if status.get("tokens_s") is None else f"  {status['tokens_s']:,.0f} tokens/s"
     return [
         f"step        {status['step']}/{status['steps']}{loss}{rate}  safe {status['safe_step']}  "
-        f"durable {status['durable_step']}",
+        f"durable {status['durable_step']} ({status['durable_age_s']:.0f} s ago)",
         f"generation  {status['generation']} of attempt {status['attempt']}, world {status['world']}, "
         f"{status['incidents']} incidents",
     ]

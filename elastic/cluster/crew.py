@@ -21,7 +21,7 @@ from elastic.cluster.check import HostCheck
 from elastic.cluster.children import HostError, Mover, Retry, Template, Trainer
 from elastic.cluster.resources import Resources
 from elastic.config import Config
-from elastic.events import Exit, StepRecord, TrainerReport, Uploaded, from_json
+from elastic.events import Exit, StepRecord, TrainerReport, Uploaded, UploadFailure, from_json
 from elastic.plan import Assignment, SnapshotKey
 from elastic.telemetry.logs import last_lines, trainer_log
 
@@ -51,6 +51,7 @@ class Crew:
         self.told = TrainerReport()
         self.records: deque[StepRecord] = deque(maxlen=RECORDS_MAX)
         self.uploads: deque[Uploaded] = deque(maxlen=UPLOADS_MAX)
+        self.upload_failure: UploadFailure | None = None
         self.changed = True
         self.news = False
         self._assignment: Assignment | None = None
@@ -277,6 +278,10 @@ class Crew:
             self._bury(self.trainer)
         elif "failed" in message:
             log.warning("mover: %s failed: %s", message["failed"], message["reason"])
+            if message["failed"] == "upload":
+                number = 1 + (self.upload_failure.number if self.upload_failure else 0)
+                key = SnapshotKey(**message["key"])
+                self.upload_failure = UploadFailure(key=key, reason=message["reason"], number=number)
 
     # ---------------------------------------------------------------- trainer
 

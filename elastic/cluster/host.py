@@ -98,6 +98,7 @@ def _run_incarnation(
         return _Host(settings, bare, client, reserved, crew, tails).run(stopped)
     finally:
         crew.close()
+        check.close()
         reserved.close()
 
 
@@ -178,6 +179,7 @@ class _Host:
                     return "finished" if self._order.finish else "evicted"
                 self._obey(self._order)
                 self._crew.check.try_network(self._crew.mover, self._order.neighbours)
+                self._crew.check.try_storage(self._order.attempt)
             self._report_if_due()
             ready = self._wait()
         return "stopped"
@@ -268,6 +270,7 @@ class _Host:
             holdings=resources.arena.holdings(),
             steps=self._steps(),
             uploads=tuple(crew.uploads),
+            upload_failure=crew.upload_failure,
             skipped=resources.arena.board.skipped,
             pids=crew.pids(),
             check=crew.check.told,

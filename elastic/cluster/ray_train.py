@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.exceptions import RayActorError
 from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig, TrainingFailedError
 
+from elastic.checkpoint.object_store import open_filesystem
+from elastic.checkpoint.probe import check_storage
 from elastic.cluster import coordinator, ray_host
 from elastic.cluster.driver_lock import only_driver
 from elastic.cluster.host_slots import HostLimits
 from elastic.cluster.ray_private import in_place_trainer
-from elastic.config import Config, ConfigError
+from elastic.config import Config, ConfigError, Place
 from elastic.data.prepare import prepare
 from elastic.report import point_to
 from elastic.resume import Resume, choose, settle
@@ -67,15 +70,17 @@ class ElasticTrainer:
             self.config = check(self.config)
 
     def fit(self) -> Result:
-        """Run to the end. Result.metrics: the newest figures (step, loss, held_out, ...); Result.checkpoint: the
-        run's directory with the newest durable checkpoint in its log, None where there is none.
+        """Run to the end. Result.metrics: the newest figures (step, loss, held_out, ...); Result.checkpoint: the run's
+        directory, or its prefix in object storage, with the newest durable checkpoint in its log; None where there is
+        none.
 
         Raises `ray.train.TrainingFailedError` as every Ray trainer; its cause says what failed. ElasticError: the run
-        is running already, Ray Train's controller died, or `resume` does not fit what is there.
+        is running already, Ray Train's controller died, storage can't be used, or `resume` does not fit what is there.
         """
         config = self.config
         prepare(config.data, progress=logger.info)
         with only_driver(config.run_dir()):
+            check_storage(config.place(), logger.warning)
             point_to(config.place())
             resume = settle(config, self.resume, choose(config, self.resume))
             actor = coordinator.start(config, resume)
@@ -106,7 +111,7 @@ class ElasticTrainer:
                 f"Ray Train's controller ended ({str(error).strip().splitlines()[0]}), and its hosts with it; "
                 "the same command goes on from the last durable checkpoint"
             ) from error
-        return _with_outcome(result, _outcome(actor, timeout_s=OUTCOME_TIMEOUT_S))
+        return _with_outcome(result, _outcome(actor, timeout_s=OUTCOME_TIMEOUT_S), config.place())
 
 
 def _outcome(actor: Any, *, timeout_s: float) -> dict[str, Any]:
@@ -162,6 +167,14 @@ def _check(scaling: ScalingConfig) -> None:
         )
 
 
-def _with_outcome(result: Result, outcome: dict[str, Any]) -> Result:
-    checkpoint = Checkpoint(result.path, filesystem=result.filesystem) if outcome.get("durable_step") else None
+def _with_outcome(result: Result, outcome: dict[str, Any], place: Place) -> Result:
+    checkpoint = checkpoint_of(result, place) if outcome.get("durable_step") else None
     return dataclasses.replace(result, metrics=outcome, checkpoint=checkpoint)
+
+
+def checkpoint_of(result: Result, place: Place) -> Checkpoint:
+    """Where the run's state is: Ray Train's own directory, or the storage that only we know."""
+    if place.url == str(place.directory):
+        return Checkpoint(result.path, filesystem=result.filesystem)
+    filesystem, root = open_filesystem(place.url, place.options)
+    return Checkpoint(root, filesystem=PyFileSystem(FSSpecHandler(filesystem)))

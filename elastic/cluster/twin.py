@@ -22,7 +22,7 @@ from elastic.config import Config, ElasticError
 from elastic.controller.driver import Driver
 from elastic.data.prepare import prepare
 from elastic.data.shards import read_manifest
-from elastic.resume import about
+from elastic.resume import about, save_config
 from elastic.telemetry import journal
 from elastic.telemetry.lineage import lineage, schedule
 
@@ -54,6 +54,7 @@ def run_locally(config: Config, *, say: Callable[[str], None]) -> list[dict[str,
     store = store_at(absolute.place())
     log = CommitLog(store)
     attempt = log.claim("twin")
+    save_config(absolute, store, attempt=attempt)
     commits = Committer(
         store,
         log,

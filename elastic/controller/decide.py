@@ -13,11 +13,10 @@ from typing import Any
 from elastic import events
 from elastic.config import Config
 from elastic.config_live import with_settings
-from elastic.controller import admission, checkpoint_pace, generations, recovery, requests
+from elastic.controller import admission, checkpoint_pace, durability, generations, recovery, requests
 from elastic.controller.actions import CommitCheckpoint, EvictHost, KeepSnapshot, UploadSnapshot
 from elastic.controller.state import ALIVE, TERMINAL, Decision, Phase, RunState, check
 from elastic.health import silence
-from elastic.plan import SnapshotKey
 
 GENERATIONS_TOLD_MAX = 64
 
@@ -60,6 +59,7 @@ def _run_started(state: RunState, event: events.RunStarted, now_s: float, config
         generation=event.generation,
         since_s=now_s,
         began_s=now_s,
+        durable_at_s=now_s,
     )
     origin = event.origin or (f"from the checkpoint of step {step}" if event.durable else "from the seed")
     changed = f"; changed and allowed: {', '.join(event.changes)}" if event.changes else ""
@@ -149,9 +149,8 @@ def _step_safe(state: RunState, event: events.StepSafe, now_s: float, config: Co
         # The buffers under upload stay; the newer snapshot is protected by its age anyway.
         return Decision(state=after)
     after = replace(after, keep=key)
-    apart, why = _interval(state, now_s, config)
-    due = state.checkpoint_wanted or key.step - state.durable_step >= apart
-    if not due or key.step >= config.steps:
+    why = durability.why_due(state, key.step, now_s, config)
+    if why is None:
         return Decision(state=after, actions=(KeepSnapshot(key=key),))
     pace = checkpoint_pace.upload_began(state.pace)
     after = replace(after, upload=key, upload_since_s=now_s, checkpoint_wanted=False, pace=pace)
@@ -162,14 +161,6 @@ def _step_safe(state: RunState, event: events.StepSafe, now_s: float, config: Co
     )
 
 
-def _interval(state: RunState, now_s: float, config: Config) -> tuple[int, str]:
-    """Steps between checkpoints, and why where that was not given."""
-    if config.checkpoint.interval_steps:
-        return config.checkpoint.interval_steps, ""
-    steps, why = checkpoint_pace.interval(state.pace, attempt_s=now_s - state.began_s, incidents=state.incidents)
-    return steps, f", {why}"
-
-
 def _upload_completed(state: RunState, event: events.UploadCompleted, _: float, __: Config) -> Decision:
     if event.key != state.upload:
         return Decision(state=state)
@@ -177,30 +168,16 @@ def _upload_completed(state: RunState, event: events.UploadCompleted, _: float, 
 
 
 def _checkpoint_committed(state: RunState, event: events.CheckpointCommitted, now_s: float, config: Config) -> Decision:
-    after = replace(state, commit_failures=0)
-    if event.key.step >= state.durable_step:
-        older = (state.durable, *state.older) if state.durable else state.older
-        after = replace(after, durable=event.restore, older=older[: config.checkpoint.keep - 1])
-    if event.key == state.upload:
-        pace = checkpoint_pace.upload_ended(state.pace, now_s - state.upload_since_s)
-        after = replace(after, upload=None, keep=_released(after), pace=pace)
-    return Decision(state=after, reason=f"checkpoint of step {event.key.step} is committed as entry {event.number}")
+    return durability.committed(state, event, now_s, config)
 
 
 def _commit_failed(state: RunState, event: events.CommitFailed, now_s: float, _: Config) -> Decision:
     if event.fenced_by:
         detail = f"attempt {event.fenced_by} has taken over this run; attempt {state.attempt} ends"
         return generations.fail(state, "fenced", detail, now_s)
-    after = replace(state, commit_failures=state.commit_failures + 1)
-    if event.key == state.upload:
-        after = replace(after, upload=None, keep=_released(after))
-    return Decision(state=after, reason=f"checkpoint of step {event.key.step} failed: {event.reason}")
-
-
-def _released(state: RunState) -> SnapshotKey | None:
-    """The newest safe snapshot of this generation, else what was kept."""
-    newest = state.safe
-    return newest if newest is not None and newest.generation == state.generation else state.keep
+    if event.key != state.upload:
+        return Decision(state=state)  # of a generation that is over
+    return durability.failed(state, event.reason, now_s)
 
 
 def _tick(state: RunState, _: events.Tick, __: float, ___: Config) -> Decision:
@@ -259,10 +236,9 @@ def _starting(state: RunState, now_s: float, config: Config) -> Decision:
 def _running(state: RunState, now_s: float, config: Config) -> Decision:
     if (paused := generations.all_paused(state)) is not None:
         return generations.paused(state, paused, now_s, config)
-    late = state.upload is not None and now_s - state.upload_since_s > config.control.upload_timeout_s
-    if late:
-        cancelled = replace(state, upload=None, keep=_released(state), commit_failures=state.commit_failures + 1)
-        return Decision(state=cancelled, reason=f"upload took over {config.control.upload_timeout_s:.0f} s, given up")
+    late = durability.give_up_if_late(state, now_s, config)
+    if late.state is not state:
+        return late
     return _drain_if_due(state, now_s, config)
 
 

@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol
 from elastic import events
 from elastic.clock import Clock
 from elastic.config import Config
-from elastic.controller.actions import CommitCheckpoint, EvictHost
+from elastic.controller.actions import CommitCheckpoint, EvictHost, UploadSnapshot
 from elastic.controller.decide import decide, effective
 from elastic.controller.membership import hosts_wanted, needed_nodes
 from elastic.controller.orders import order_for, orders_for
@@ -62,6 +62,7 @@ class _Heard:
     progress: tuple[int, int] = (0, 0)
     sent: Order | None = None
     sent_s: float = 0.0
+    upload_failures: int = 0
     silence_told_s: float = 0.0
     clock_ahead_s: float = float("-inf")
 
@@ -135,6 +136,8 @@ class Driver:
                 self._evict(action.host)
             elif isinstance(action, CommitCheckpoint):
                 self._commit(action.key)
+            elif isinstance(action, UploadSnapshot):
+                self._uploads.forget_before(action.key)
         return decision.reason
 
     # ------------------------------------------------------------ reports
@@ -163,10 +166,20 @@ class Driver:
         if safe is not None:
             self.take(events.StepSafe(key=safe))
         self._uploads.observe(report)
+        self._hear_failure(heard, report)
         told = _told(report)
         if heard.told != told or report.host in self.state.silent:
             heard.told = told
             self.take(events.HostReported(report=significant(_with_clock(report, heard.clock_ahead_s))))
+
+    def _hear_failure(self, heard: _Heard, report: Report) -> None:
+        """A new one, of what is being uploaded: the first host that fails ends the try."""
+        failure = report.upload_failure
+        if failure is None or failure.number == heard.upload_failures:
+            return
+        heard.upload_failures = failure.number
+        if failure.key == self.state.upload:
+            self.take(events.CommitFailed(key=failure.key, reason=f"{report.host}: {failure.reason}"))
 
     def _silences(self) -> Iterable[events.HostSilent]:
         now_s = self._clock.now_s()
@@ -250,6 +263,8 @@ class Driver:
             "steps": self._config.steps,
             "safe_step": state.safe.step if state.safe else None,
             "durable_step": state.durable_step,
+            "durable_age_s": round(self._clock.now_s() - state.durable_at_s, 1),
+            "not_durable": state.not_durable,
             "incidents": state.incidents,
             "waiting_for": state.waiting_for,
             "failure": state.failure,
@@ -301,7 +316,7 @@ def significant(report: Report) -> Report:
     """The report without what `decide` does not use; while a trainer runs, its holdings change at every step."""
     busy = report.trainer.phase in ("starting", "running")
     holdings = () if busy else report.holdings
-    return replace(report, steps=(), step=0, uploads=(), skipped=0, sent_s=0.0, holdings=holdings)
+    return replace(report, steps=(), step=0, uploads=(), upload_failure=None, skipped=0, sent_s=0.0, holdings=holdings)
 
 
 def _with_clock(report: Report, ahead_s: float) -> Report:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.config import Config
-from elastic.controller import sources
+from elastic.controller import durability, sources
 from elastic.controller.actions import (
     DrainGeneration,
     FailRun,
@@ -27,9 +27,6 @@ from elastic.controller.state import Decision, Phase, RunState, headline
 from elastic.events import Report
 from elastic.plan import Assignment, Member, RestorePlan, SnapshotKey
 from elastic.planner import search
-
-COMMIT_FAILURES_MAX = 10
-COMMIT_WAIT_S_MAX = 30.0
 
 
 def start(state: RunState, now_s: float, config: Config) -> Decision:
@@ -91,22 +88,8 @@ def _hold(state: RunState, reason: str, now_s: float, config: Config) -> Decisio
     state = replace(state, waiting_for=reason)
     if state.upload is None and (state.step <= state.durable_step or not _all_hold(state)):
         return Decision(state=state, reason=told)
-    return replace(_upload(state, now_s, config), reason=told)
-
-
-def _upload(state: RunState, now_s: float, config: Config) -> Decision:
-    """Have the newest step uploaded; what failed or takes too long is tried again, ever more slowly."""
-    waited_s = now_s - state.upload_since_s
-    failures = state.commit_failures
-    if state.upload is not None and waited_s <= config.control.upload_timeout_s:
-        return Decision(state=state)
-    if state.upload is not None:
-        failures += 1
-    elif failures and waited_s < min(2.0**failures, COMMIT_WAIT_S_MAX):
-        return Decision(state=state)
-    key = SnapshotKey(generation=state.generation, step=state.step)
-    asked = replace(state, upload=key, keep=key, upload_since_s=now_s, commit_failures=failures)
-    return Decision(state=asked, actions=(UploadSnapshot(key=key),))
+    saved = durability.save_newest(state, now_s, config)
+    return replace(saved, reason="; ".join(filter(None, (told, saved.reason))))
 
 
 def _all_hold(state: RunState) -> bool:
@@ -253,15 +236,17 @@ def paused(state: RunState, step: int, now_s: float, config: Config) -> Decision
 
 
 def save(state: RunState, now_s: float, config: Config) -> Decision:
-    """SAVING: until the last step is committed."""
+    """SAVING: until the last step is committed, for a limited time."""
     if state.durable is not None and state.durable.key.step >= state.step:
         return _end(state, now_s, config)
-    tried = _upload(state, now_s, config)
-    failures = tried.state.commit_failures
-    if failures > COMMIT_FAILURES_MAX:
-        detail = f"the checkpoint of step {state.step} could not be committed in {failures} tries"
-        return fail(tried.state, "checkpoint", detail, now_s)
-    return replace(tried, reason="save again" if tried.actions else "")
+    if now_s - state.since_s > config.control.upload_timeout_s:
+        why = state.not_durable or f"the upload takes over {config.control.upload_timeout_s:.0f} s"
+        detail = (
+            f"step {state.step} is not durable: {why}; {durability.last(state, now_s)}; the same command goes on from "
+            "there"
+        )
+        return fail(state, "checkpoint", detail, now_s)
+    return durability.save_newest(state, now_s, config)
 
 
 def _end(state: RunState, now_s: float, config: Config) -> Decision:

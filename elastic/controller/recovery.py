@@ -12,10 +12,13 @@ from elastic.controller.state import ALIVE, Decision, Incident, Phase, RunState,
 from elastic.events import Exit, Report
 from elastic.plan import RestorePlan
 
+STORAGE = "storage outage"  # of the place that the state is only left in: waited for, and counted by no budget
+
 # The more telling failure replaces a symptom seen earlier in the same generation.
 _TELLING = (
     "broken connection",
     "damaged checkpoint",
+    STORAGE,
     "start timeout",
     "drain timeout",
     "silent host",
@@ -42,7 +45,8 @@ def trainer_exited(state: RunState, report: Report, now_s: float, config: Config
             return generations.fail(given_up.state, "no checkpoint", given_up.reason, now_s)
         failed = fail_generation(given_up.state, "damaged checkpoint", (), rank, ended.detail, now_s, config)
         return replace(failed, reason=f"{given_up.reason}; {failed.reason}")
-    failure = {"user": "user code", "peer": "broken connection"}.get(ended.kind, "lost process")
+    named = {"user": "user code", "peer": "broken connection", "storage": STORAGE}
+    failure = named.get(ended.kind, "lost process")
     if ended.blame and ended.blame in state.hosts and ended.blame not in state.silent:
         # Out until it reports again: the next generation looks for its shards elsewhere.
         blamed = host_silent(state, ended.blame, f"rank {rank} could not read from it", now_s, config)
@@ -178,6 +182,8 @@ def conclude(state: RunState, now_s: float, config: Config) -> Decision:
         if not any(report.node in nodes for report in state.present):
             incident = replace(incident, failure="lost node")
     state = replace(state, incident=incident)
+    if incident.failure == STORAGE:
+        state = replace(state, failures_without_progress=max(0, state.failures_without_progress - 1))
     if incident.failure == "user code":
         return generations.fail(state, "user code", incident.detail, now_s)
     if state.failures_without_progress > config.control.failures_without_progress_max:

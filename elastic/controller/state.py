@@ -38,8 +38,8 @@ ALIVE = frozenset({Phase.STARTING, Phase.RUNNING})
 class Incident:
     """One failure, from what broke to the first completed step of the next generation.
 
-    failure: user code, lost process, lost host, lost node, silent host, broken connection, start timeout,
-    drain timeout. `detail`: the first failing rank's last lines.
+    failure: user code, lost process, lost host, lost node, silent host, storage outage, broken connection, start
+    timeout, drain timeout. `detail`: the first failing rank's last lines.
     """
 
     number: int
@@ -74,8 +74,10 @@ class RunState:
     were found odd; each with why. `losses`: by node. `paused_by`, `nodes_wanted`, `hosts_wanted`, `checkpoint_wanted`,
     `settings`: what people ordered. `observed`: what policies in observe mode would do, by what it concerns. `keep`:
     what hosts may not overwrite. `older`: checkpoints before `durable`, newest first. `pace`: what checkpoints cost.
-    `began_s`: when the attempt did. `waiting_for`: why no membership forms. `enough_since_s`: since when WAITING has
-    had hosts_min ready hosts, None while it has not.
+    `began_s`: when the attempt did. `durable_at_s`: when `durable` was committed, or the attempt began.
+    `upload_since_s`: when the present upload began, or the last one failed. `not_durable`: why the newest tries to
+    commit a checkpoint failed, and since when. `waiting_for`: why no membership forms. `enough_since_s`: since when
+    WAITING has had hosts_min ready hosts, None while it has not.
     """
 
     run: str = ""
@@ -110,6 +112,9 @@ class RunState:
     upload_since_s: float = 0.0
     commit_failures: int = 0
     pace: Pace = field(default_factory=Pace)
+    durable_at_s: float = 0.0
+    not_durable: str = ""
+    not_durable_since_s: float = 0.0
     draining: str = ""
     drain_since_s: float = 0.0
     stop_why: str = ""

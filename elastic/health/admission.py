@@ -18,7 +18,8 @@ _FIGURES = {"gemm_gflops": "GFLOP/s", "copy_gbs": "GB/s copied", "link_mbs": "MB
 
 def refusal(check: NodeCheck, limits: Admission, *, use_gpu: bool) -> str:
     """Why this host can't take part, whatever the others are like; "" if it can."""
-    return "; ".join(shortages(check, limits) or _faults(check, use_gpu))
+    storage = [f"its storage: {check.storage_wrong}"] if check.storage_wrong else []
+    return "; ".join(shortages(check, limits) or [*_faults(check, use_gpu), *storage])
 
 
 def shortages(check: NodeCheck, limits: Admission) -> list[str]:
@@ -113,6 +114,8 @@ def oddities(check: NodeCheck, limits: Admission) -> Iterable[str]:
         yield f"its clock is {abs(check.clock_ahead_s):.1f} s {way} the coordinator's"
     if check.link_to and check.unreached:
         yield f"it could not reach {', '.join(sorted(check.unreached))}"
+    if check.storage_down:
+        yield f"storage does not answer it: {check.storage_down}"
 
 
 def rest_s(losses: int, limits: Admission) -> float:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from elastic.checkpoint import save
 from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, StateError
+from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, StateError, StorageUnavailable
 from elastic.checkpoint.store import store_at
 from elastic.config import Config, ConfigError, Sizes, TaskError
 from elastic.data.loader import Loader, MicroBatch, held_out_batches
@@ -118,10 +118,10 @@ def _train(inheritance: Inheritance, assignment: Assignment, seat: Seat, corpora
         detail = str(error) if ours else traceback_tail(error)
         print(traceback_tail(error), file=sys.stderr)
         peers = is_peer_failure(error) or isinstance(error, CheckpointError)
-        kind = "peer" if peers and not ours else "user"
+        kind = "user" if ours or not peers else "storage" if isinstance(error, StorageUnavailable) else "peer"
         blame = error.host if isinstance(error, SourceFailed) else ""
         damaged = isinstance(error, Damaged)
-        return Exit(kind=kind, step=ctx.step, code=1, detail=detail, blame=blame, damaged=damaged)  # type: ignore[arg-type]  # one of the two
+        return Exit(kind=kind, step=ctx.step, code=1, detail=detail, blame=blame, damaged=damaged)  # type: ignore[arg-type]  # one of the three
 
 
 def device_of(config: Config) -> torch.device:

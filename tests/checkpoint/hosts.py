@@ -31,13 +31,20 @@ def key(generation: int, step: int) -> SnapshotKey:
 
 
 class Host:
-    def __init__(self, storage: Path, *, nbytes: int = 4 << 20, received_buffers: int = 2) -> None:
+    def __init__(
+        self,
+        storage: Path | str,
+        *,
+        options: dict[str, Any] | None = None,
+        nbytes: int = 4 << 20,
+        received_buffers: int = 2,
+    ) -> None:
         self.arena = Arena.create(own_bytes=nbytes, received_bytes=nbytes, received_buffers=received_buffers)
         self.arena.board.order(generation=1, keep=None)
         self.listen = socket.create_server(("127.0.0.1", 0))
         self.endpoint = Endpoint(address="127.0.0.1", port=self.listen.getsockname()[1])
         self.wake = os.eventfd(0)
-        self.storage = storage
+        self.storage = {"url": str(storage), "options": options or {}}
         self.start_mover()
 
     def start_mover(self) -> None:
@@ -47,7 +54,7 @@ class Host:
         self.mover = subprocess.Popen(argv, pass_fds=fds, cwd=ROOT)
         theirs.close()
         self._heard = b""
-        self.tell(token=TOKEN, storage={"url": str(self.storage), "options": {}})
+        self.tell(token=TOKEN, storage=self.storage)
         self.hear("ready")
 
     def kill_mover(self) -> None:

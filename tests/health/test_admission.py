@@ -32,6 +32,7 @@ def test_a_good_check_is_no_reason() -> None:
         ({"gpus": 0}, "no GPU is visible although use_gpu is set"),
         ({"gemm_wrong": 3}, "3 rows of a matrix product of known result are wrong"),
         ({"copy_wrong": 1}, "1 numbers changed while they were copied"),
+        ({"storage_wrong": "s3://b/p: NoSuchBucket"}, "its storage: s3://b/p: NoSuchBucket"),
         ({"failed": "its device cuda:0 can't be used: ECC error"}, "ECC error"),
     ],
 )

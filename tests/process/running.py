@@ -10,7 +10,7 @@ from typing import Any
 from elastic import events
 from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.manifest import About
+from elastic.checkpoint.manifest import About, restore_plan
 from elastic.checkpoint.store import store_at
 from elastic.clock import RealClock
 from elastic.cluster.local import LocalCluster
@@ -19,9 +19,10 @@ from elastic.controller.driver import Driver
 from elastic.controller.state import Phase
 from elastic.data.prepare import prepare
 from elastic.events import HostGone, Order, Report, StepRecord
+from elastic.resume import save_config
 from elastic.telemetry import journal
 
-LIMIT_S = 90.0
+LIMIT_S = 180.0
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box with 12 jugs of quartz\n"
 
 
@@ -98,7 +99,8 @@ class Running:
         store = store_at(config.place())
         log = CommitLog(store)
         self.journal = config.run_dir() / "journal"
-        attempt = log.claim("test")
+        attempt, newest = log.claim("test"), log.newest()
+        save_config(config, store, attempt=attempt)
         self.committer = Committer(
             store,
             log,
@@ -110,7 +112,9 @@ class Running:
         self.journal.parent.mkdir(parents=True, exist_ok=True)
         self._log = journal.open_for_append(self.journal)
         self.driver = Driver(config, self.seen, self.committer, self._log, RealClock())
-        self.driver.take(events.RunStarted(run=config.run, attempt=attempt, generation=0, durable=None))
+        durable = restore_plan(newest) if newest else None
+        generation = durable.key.generation if durable else 0
+        self.driver.take(events.RunStarted(run=config.run, attempt=attempt, generation=generation, durable=durable))
         self.cluster.start(nodes, hosts_per_node)
 
     def __enter__(self) -> Running:

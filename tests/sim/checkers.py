@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from elastic.controller.decide import effective
 from elastic.controller.driver import replay
+from elastic.controller.durability import WAIT_S_MAX, interval
 from elastic.controller.state import ALIVE, Phase
 from elastic.plan import Assignment, SnapshotKey
 from elastic.telemetry import ledger
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 ACTIONS_MAX = 16
+UPLOAD_S_MAX = 20.0  # two tries to reach storage that is down, and the messages that are lost meanwhile
 
 
 class Checkers:
@@ -23,6 +26,7 @@ class Checkers:
         self._world = world
         self._durable = 0
         self._safe: SnapshotKey | None = None
+        self._owed_since_s: float | None = None
 
     def stepped(self, assignment: Assignment) -> None:
         """S1: a generation steps only while it is the newest, or (thawed, cut off) on hosts that are out of it."""
@@ -37,10 +41,30 @@ class Checkers:
         self._durable = state.durable_step
         if state.phase in ALIVE:
             assert world.config.hosts_min <= len(state.members) <= world.config.hosts_max, world.story()
+        self._becomes_durable()
         if state.safe != self._safe:
             self._safe = state.safe
             if state.safe is not None and state.phase is Phase.RUNNING:
                 self._survives_any_loss(state.safe, state.assignments)
+
+    def _becomes_durable(self) -> None:
+        """L2: an upload never holds its buffers for long, storage down or not; while storage is up and training goes
+        on, a checkpoint that is due is committed soon, whatever failed before."""
+        world, state = self._world, self._world.driver.state
+        now_s, config = world.clock.now_s(), effective(state, world.config)
+        if state.phase is not Phase.RUNNING or any(h.frozen for h in world.hosts):
+            self._owed_since_s = None
+            return
+        if state.upload is not None:
+            assert now_s - state.upload_since_s < UPLOAD_S_MAX, f"L2 {state.upload} is held\n{world.story()}"
+        safe = state.safe.step if state.safe else 0
+        is_owed = safe - state.durable_step >= interval(state, now_s, config)[0] and safe < config.steps
+        if not is_owed or world.storage_is_down or world.options.commit_failure:
+            self._owed_since_s = None
+            return
+        self._owed_since_s = self._owed_since_s or now_s
+        owed_s = now_s - self._owed_since_s
+        assert owed_s < WAIT_S_MAX + UPLOAD_S_MAX, f"L2 step {safe} is not durable after {owed_s} s\n{world.story()}"
 
     def _survives_any_loss(self, key: SnapshotKey, assignments: tuple[Assignment, ...]) -> None:
         """I3: after the loss of any one host a safe step is restorable from memory; of any one domain too, where

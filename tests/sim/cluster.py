@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from elastic import events
 from elastic.events import HostGone, Order, Report, Uploaded
 from elastic.plan import RestorePlan, ShardSource, SnapshotKey
+from tests.sim.hosts import GIVE_UP_S
 
 if TYPE_CHECKING:
     from tests.sim.hosts import SimHost
@@ -70,11 +71,12 @@ class SimCommits:
         # A coordinator that was restarted may not know it; a wrong one never.
         assert not metrics or metrics == {"held_out": held_out(key.step)}, (key, metrics)
         self.with_loss += bool(metrics)
-        self._world.after(self._world.draw(0.01, 0.3), self._commit, key, uploads)
+        limit_s = GIVE_UP_S if self._world.storage_is_down else 0.3
+        self._world.after(self._world.draw(0.01, limit_s), self._commit, key, uploads)
 
     def _commit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...]) -> None:
         world = self._world
-        if world.rng.random() < world.options.commit_failure and world.faults_on:
+        if world.storage_is_down or (world.rng.random() < world.options.commit_failure and world.faults_on):
             self._results.append(events.CommitFailed(key=key, reason="503 from the store"))
             return
         sources = tuple(

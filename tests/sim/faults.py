@@ -147,6 +147,11 @@ def _cut(world: World) -> None:
         world.after(world.draw(5.0, 30.0), world.cut.discard, node)
 
 
+def _storage_outage(world: World) -> None:
+    """Uploads, commits and reads from storage fail for a while."""
+    world.storage_down_until_s = max(world.storage_down_until_s, world.clock.now_s() + world.draw(2.0, 90.0))
+
+
 def _two_at_once(world: World) -> None:
     for kind in world.rng.sample(("kill_trainer", "kill_host", "kill_node", "kill_template"), 2):
         KINDS[kind](world)
@@ -168,5 +173,6 @@ KINDS: dict[str, Callable[[World], None]] = {
     "set": _set,
     "flap": _flap,
     "cut": _cut,
+    "storage_outage": _storage_outage,
     "two_at_once": _two_at_once,
 }

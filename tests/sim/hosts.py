@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from elastic.checkpoint.arena import State, reusable
-from elastic.events import Exit, Holding, NodeCheck, Order, Report, StepRecord, TrainerReport, Uploaded
+from elastic.events import Exit, Holding, NodeCheck, Order, Report, StepRecord, TrainerReport, Uploaded, UploadFailure
 from elastic.plan import Assignment, Endpoint, Member, SnapshotKey
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Quality = Literal["good", "slow", "broken", "short"]
 
 RECORDS_MAX = 1024
+GIVE_UP_S = 6.0  # most, until a request to storage that is down is given up
 READ_TIMEOUT_S = 5.0
 
 
@@ -76,6 +77,8 @@ class SimHost:
     own: list[Shard] = field(default_factory=list)
     received: list[Shard] = field(default_factory=list)
     uploads: list[Uploaded] = field(default_factory=list)
+    uploading: SnapshotKey | None = None
+    upload_failure: UploadFailure | None = None
     skipped: int = 0
     steps_seen: SnapshotKey | None = None
     finished: bool = False
@@ -128,6 +131,7 @@ class SimHost:
             holdings=tuple(self._holdings()),
             steps=steps,
             uploads=tuple(self.uploads),
+            upload_failure=self.upload_failure,
             skipped=self.skipped,
             check=self.check,
             sent_s=self.world.clock.now_s() + 3.0 * self.slot,
@@ -214,13 +218,22 @@ class SimHost:
     def _upload(self, key: SnapshotKey) -> None:
         shard = next((s for s in self.own if s.key == key and s.sealed), None)
         done = any(u.key == key for u in self.uploads)
-        if shard is None or done:
+        if shard is None or done or self.uploading is not None:
             return
-        self.world.after(self.world.draw(0.01, 0.5), self._uploaded, shard, shard.key, shard.content)
+        self.uploading = key
+        limit_s = GIVE_UP_S if self.world.storage_is_down else 0.5
+        self.world.after(self.world.draw(0.01, limit_s), self._uploaded, shard, shard.key, shard.content)
 
     def _uploaded(self, shard: Shard, key: SnapshotKey, content: int | None) -> None:
-        awake = self.world.awake(self, self._uploaded, shard, key, content)
-        if not awake or shard.key != key or any(u.key == key for u in self.uploads):
+        if not self.world.awake(self, self._uploaded, shard, key, content):
+            return
+        self.uploading = None
+        if self.world.storage_is_down:
+            number = 1 + (self.upload_failure.number if self.upload_failure else 0)
+            self.upload_failure = UploadFailure(key=key, reason="503 from the store", number=number)
+            self.report()
+            return
+        if shard.key != key:
             return
         assert content is not None
         name = f"{key.generation}-{key.step}/{shard.rank}"
@@ -241,9 +254,16 @@ class SimHost:
         if silent:
             self._read_failed(trainer, silent)
             return
+        if self.world.storage_is_down and self.world.needs_storage(trainer.assignment):
+            self.world.after(self.world.draw(0.01, GIVE_UP_S), self._storage_failed, trainer)
+            return
         trainer.step, trainer.content = self.world.restore(self, trainer.assignment)
         trainer.joined = True
         self.world.joined(trainer.assignment)
+
+    def _storage_failed(self, trainer: Trainer) -> None:
+        if self.world.awake(self, self._storage_failed, trainer) and trainer is self.trainer and not trainer.exit:
+            self.stop_trainer(Exit(kind="storage", step=0, code=1, detail="503 from the store"))
 
     def _read_failed(self, trainer: Trainer, blame: str) -> None:
         awake = self.world.awake(self, self._read_failed, trainer, blame)

@@ -68,6 +68,7 @@ class World:
         self.faults_on = True
         self.hosts: list[SimHost] = []
         self.storage: dict[str, int] = {}
+        self.storage_down_until_s = 0.0
         self.log: list[RestorePlan] = []
         self.restarts = 0
         self.quality: dict[str, Quality] = {}
@@ -119,6 +120,10 @@ class World:
 
     def after(self, delay_s: float, call: Callable[..., Any], *args: Any) -> None:
         self.clock.after(delay_s, lambda: call(*args))
+
+    @property
+    def storage_is_down(self) -> bool:
+        return self.faults_on and self.clock.now_s() < self.storage_down_until_s
 
     def awake(self, host: SimHost, call: Callable[..., Any], *args: Any) -> bool:
         """True if `host` can act now; a frozen one does the same thing once it is thawed."""
@@ -303,6 +308,9 @@ class World:
             if holder is not None and holder.frozen:
                 return holder
         return ""
+
+    def needs_storage(self, assignment: Assignment) -> bool:
+        return any(source.tier == "storage" for source in self._needed(assignment))
 
     def _needed(self, assignment: Assignment) -> tuple[ShardSource, ...]:
         plan = assignment.restore

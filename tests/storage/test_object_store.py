@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+from elastic import segments
+from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.object_store import PART_BYTES, ObjectStore
-from elastic.checkpoint.probe import probe
-from elastic.config import StorageOptions
+from elastic.checkpoint.probe import check_storage, probe
+from elastic.checkpoint.store import store_at
+from elastic.cluster.ray_train import checkpoint_of
+from elastic.config import ConfigError, Place, StorageOptions
+from elastic.telemetry import journal
 from tests.storage.servers import Proxy, Request
 
 
@@ -149,6 +155,51 @@ def test_nobody_listens(url: str) -> None:
     store = ObjectStore(url, StorageOptions(endpoint="http://127.0.0.1:9", deadline_s=1.0))
     with pytest.raises(CheckpointError, match="is the endpoint right and reachable"):
         store.list("data/")
+
+
+def test_an_outage_at_start_is_told_and_waited_for(url: str, options: StorageOptions, proxy: Proxy) -> None:
+    place = Place(directory=Path(), url=url, options=options)
+    said: list[str] = []
+
+    def tell(sentence: str) -> None:
+        said.append(sentence)
+        proxy.rule = lambda request: ""
+
+    proxy.rule = lambda request: "503 SlowDown"
+    check_storage(place, tell)
+    assert len(said) == 1 and "storage does not answer yet, trying for 10 s: " in said[0] and "SlowDown" in said[0]
+    proxy.rule = lambda request: "503 SlowDown"
+    with pytest.raises(StorageUnavailable):
+        check_storage(place.within(1.0), said.append)
+    proxy.rule = lambda request: "404 NoSuchBucket"
+    with pytest.raises(ConfigError, match=r"storage: .*there is no such bucket"):
+        check_storage(place, said.append)
+
+
+def test_a_restarted_coordinator_and_a_report_do_not_wait_for_storage(
+    tmp_path: Path, url: str, options: StorageOptions, proxy: Proxy
+) -> None:
+    proxy.rule = lambda request: "503 SlowDown"
+    place = Place(directory=tmp_path, url=url, options=options).within(0.5)
+    line = journal.encode({"schema": journal.SCHEMA, "event": {"kind": "RunStarted", "attempt": 1}})
+    (tmp_path / segments.FILE).write_bytes(line)
+    sealer = segments.Sealer(tmp_path / segments.FILE, store_at(place), attempt=1, every_s=1000.0)
+    assert not proxy.requests
+    with pytest.raises(StorageUnavailable):
+        sealer.seal()
+    assert [entry["event"]["attempt"] for entry in segments.entries(place)] == [1]
+    proxy.rule = lambda request: ""
+    sealer.seal()
+    assert store_at(place).list("journal/") == {"journal/00001-00000001.jsonl": len(line)}
+    sealer.close()
+
+
+def test_a_result_reads_its_checkpoint_where_it_is(store: ObjectStore, url: str, options: StorageOptions) -> None:
+    store.put("data/1/0.bin", b"state")
+    place = Place(directory=Path("elsewhere"), url=url, options=options)
+    found = checkpoint_of(SimpleNamespace(path="elsewhere", filesystem=None), place)
+    with found.filesystem.open_input_stream(f"{found.path}/data/1/0.bin") as stream:
+        assert stream.read() == b"state"
 
 
 def test_the_service_passes_the_probe(store: ObjectStore, url: str) -> None:
