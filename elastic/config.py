@@ -150,6 +150,8 @@ class Checkpoint(Section):
 class Control(Section):
     """Limits of detection and recovery. Seconds unless the name says otherwise.
 
+    start_timeout_s: from a generation's order to its first step; where it reads a checkpoint from storage,
+    restore_timeout_s more.
     upload_timeout_s: a checkpoint that is not committed after so long is given up for a newer one; at the end of a run
     so long is waited for the last one.
     """
@@ -160,6 +162,7 @@ class Control(Section):
     start_wait_s: float = Field(60.0, ge=0)
     hosts_wait_s: float = Field(600.0, gt=0)
     start_timeout_s: float = Field(60.0, gt=0)
+    restore_timeout_s: float = Field(1800.0, gt=0)
     stop_timeout_s: float = Field(5.0, gt=0)
     drain_timeout_s: float = Field(60.0, gt=0)
     upload_timeout_s: float = Field(600.0, gt=0)

@@ -18,6 +18,7 @@ LIVE_KEYS = (
             "start_wait_s",
             "hosts_wait_s",
             "start_timeout_s",
+            "restore_timeout_s",
             "drain_timeout_s",
             "upload_timeout_s",
             "grow_wait_s",

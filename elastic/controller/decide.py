@@ -226,10 +226,13 @@ def _rest(state: RunState, _: float, __: Config) -> Decision:
 def _starting(state: RunState, now_s: float, config: Config) -> Decision:
     if (paused := generations.all_paused(state)) is not None:
         return generations.paused(state, paused, now_s, config)
-    if now_s - state.since_s <= config.control.start_timeout_s:
+    limit_s = config.control.start_timeout_s
+    if generations.reads_storage(state):
+        limit_s += config.control.restore_timeout_s
+    if now_s - state.since_s <= limit_s:
         return _drain_if_due(state, now_s, config)
     absent = tuple(h for h in state.members if state.hosts[h].trainer.generation < state.generation)
-    detail = f"no step within {config.control.start_timeout_s:.0f} s; not started: {', '.join(absent) or 'none'}"
+    detail = f"no step within {limit_s:.0f} s; not started: {', '.join(absent) or 'none'}"
     return recovery.fail_generation(state, "start timeout", absent, None, detail, now_s, config)
 
 

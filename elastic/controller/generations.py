@@ -82,6 +82,12 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
     )
 
 
+def reads_storage(state: RunState) -> bool:
+    """Does the present generation start from a checkpoint in storage, which may take long?"""
+    restore = state.assignments[0].restore if state.assignments else None
+    return restore is not None and any(source.tier == "storage" for source in restore.sources)
+
+
 def _hold(state: RunState, reason: str, now_s: float, config: Config) -> Decision:
     """Wait, and meanwhile make the state durable: the hosts that have it in memory may leave."""
     told = reason if reason != state.waiting_for else ""

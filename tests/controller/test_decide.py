@@ -142,6 +142,15 @@ def test_without_an_older_checkpoint_the_run_ends_and_does_not_start_anew(table:
     assert "step 3 is damaged, and there is no older one" in table.state.detail
 
 
+def test_a_restore_from_storage_may_take_longer_than_a_start(table: Table) -> None:
+    table.take(events.CheckpointCommitted(key=SnapshotKey(generation=1, step=3), number=1, restore=stored(3)))
+    lose_all_memory(table)
+    generation, control = table.state.generation, table.config.control
+    table.take(events.Tick(), after_s=control.start_timeout_s + control.restore_timeout_s - 1.0)
+    assert table.state.phase is Phase.STARTING and table.state.generation == generation
+    assert "no step within 1860 s" in table.take(events.Tick(), after_s=2.0).reason
+
+
 def test_silence_alone_is_no_verdict(table: Table) -> None:
     assert not table.take(events.HostSilent(host="b/0", silent_s=9.0, stalled_s=0.1)).actions
     assert table.state.phase is Phase.RUNNING
