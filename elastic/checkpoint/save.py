@@ -5,13 +5,15 @@ Nothing here is a collective. Who stores a replicated tensor follows from its na
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from elastic.checkpoint.arena import Arena, Buffer, State
@@ -81,7 +83,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def wanted(name: str, tensor: torch.Tensor) -> Block | None:
     """The box of `tensor` that lies on this rank; None where that is empty."""
     if isinstance(tensor, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        sizes, offsets = _local_box(tensor.shape, tensor.device_mesh, tensor.placements)
     else:
         sizes, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -90,6 +92,15 @@ def wanted(name: str, tensor: torch.Tensor) -> Block | None:
     if math.prod(sizes) == 0:
         return None
     return Block(name=name, dtype=dtype, global_shape=tuple(tensor.shape), offsets=tuple(offsets), sizes=tuple(sizes))
+
+
+@functools.cache
+def _local_box(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and global offsets; a parameter and its moments have the same, and so do equal layers: worked out once."""
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(sizes), tuple(offsets)
 
 
 def shard_bytes_max(entries: Sequence[Entry], world: int) -> int:
@@ -108,7 +119,7 @@ def owned(block: Block, tensor: torch.Tensor, rank: int, world: int) -> bool:
     """Does this rank store `block`? Of its copies one does, chosen by hash so that the load is even; all if small."""
     if block.nbytes <= REPLICATED_BYTES_MAX:
         return True
-    index, copies = _replica(tensor) if isinstance(tensor, DTensor) else (rank, world)
+    index, copies = replica(tensor, rank, world)
     return zlib.crc32(f"{block.name}{block.offsets}".encode()) % copies == index
 
 
@@ -150,7 +161,8 @@ class Snapshotter:
             return False
         buffer.begin(key, rank=self._rank, world=self._world, nbytes=self.nbytes, table=self._table)
         with torch.no_grad():
-            torch._foreach_copy_(self._targets[buffer.offset], self._sources)
+            if self._sources:  # a rank may have no rows of anything
+                torch._foreach_copy_(self._targets[buffer.offset], self._sources)
         buffer.finish()
         os.eventfd_write(self._wake, 1)
         return True
@@ -166,8 +178,10 @@ def view(memory: object, block: Block, *, at: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(block.sizes), offset=at)
 
 
-def _replica(tensor: DTensor) -> tuple[int, int]:
+def replica(tensor: torch.Tensor, rank: int, world: int) -> tuple[int, int]:
     """Which of how many copies of its local box this rank has, counted over the mesh dims that replicate."""
+    if not isinstance(tensor, DTensor):
+        return rank, world
     coordinate, index, copies = tensor.device_mesh.get_coordinate(), 0, 1
     assert coordinate is not None
     for dim, placement in enumerate(tensor.placements):
