@@ -66,7 +66,8 @@ class ShardSource:
     """One place where the shard of `rank` (of the snapshot's own layout) can be read.
 
     tier "own": the arena buffer that this rank's trainer wrote, on `host`; "received": a partner copy in the
-    arena of `host`; "storage": an object of a committed checkpoint. `endpoint` is the mover that serves it.
+    arena of `host`; "storage": an object of a committed checkpoint. `endpoint` is the mover that serves it; of an
+    object in storage, the one that fetches it for all, None: each for itself.
     """
 
     rank: int

@@ -6,6 +6,7 @@ little-endian. So a reader with any layout can find its boxes in the tables of a
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -124,10 +125,15 @@ def _check(block: Block) -> None:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The common box; None where it would be empty. Scalars (no dims) always meet."""
-    starts = tuple(map(max, a[0], b[0]))
-    stops = tuple(min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1]))
-    sizes = tuple(stop - start for start, stop in zip(starts, stops))
-    return (starts, sizes) if all(size > 0 for size in sizes) else None
+    starts, sizes = [], []
+    for x, n, y, m in zip(a[0], a[1], b[0], b[1]):  # most boxes of a large layout do not meet: out at the first dim
+        start = x if x > y else y
+        size = (x + n if x + n < y + m else y + m) - start
+        if size <= 0:
+            return None
+        starts.append(start)
+        sizes.append(size)
+    return tuple(starts), tuple(sizes)
 
 
 def box_of(block: Block) -> Box:
@@ -148,7 +154,7 @@ def reads(wanted: Block, have: Index) -> list[Read]:
 
     StateError: the tensor has another shape or dtype there. CheckpointError: blocks overlap without being copies.
     """
-    found: list[Read] = []
+    found: dict[Box, Read] = {}
     for rank, source in have.get(wanted.name, ()):
         if (source.global_shape, source.dtype) != (wanted.global_shape, wanted.dtype):
             raise StateError(
@@ -156,12 +162,14 @@ def reads(wanted: Block, have: Index) -> list[Read]:
                 f"{wanted.dtype}{list(wanted.global_shape)}; restore into the model that was saved"
             )
         box = intersect(box_of(wanted), box_of(source))
-        if box is None or any(box == taken.box for taken in found):
-            continue
-        if any(intersect(box, taken.box) for taken in found):
-            raise CheckpointError(f"{wanted.name}: rank {rank}'s block {box_of(source)} overlaps another's")
-        found.append(Read(rank=rank, source=source, box=box))
-    return found
+        if box is not None and box not in found:
+            found[box] = Read(rank=rank, source=source, box=box)
+    if pair := overlap(list(found)):
+        (a, b) = (found[box] for box in pair)
+        raise CheckpointError(
+            f"{wanted.name}: rank {a.rank}'s block {box_of(a.source)} overlaps rank {b.rank}'s {box_of(b.source)}"
+        )
+    return list(found.values())
 
 
 def missing(wanted: Block, found: Sequence[Read]) -> int:
@@ -169,34 +177,22 @@ def missing(wanted: Block, found: Sequence[Read]) -> int:
     return math.prod(wanted.sizes) - sum(math.prod(read.box[1]) for read in found)
 
 
-def runs(read: Read, wanted: Block) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-    """The read as contiguous runs: start bytes in the source shard, start bytes in `wanted`, bytes per run.
-
-    Trailing dims that are whole on both sides melt into one run with the first dim that is not.
-    """
-    offsets, sizes = read.box
-    source, item = read.source, ITEM_BYTES[wanted.dtype]
-    split = len(sizes)
-    while split > 0 and sizes[split - 1] == source.sizes[split - 1] == wanted.sizes[split - 1]:
-        split -= 1
-    split = max(split - 1, 0)
-    starts = []
-    for block in (source, wanted):
-        strides = [item * math.prod(block.sizes[dim + 1 :]) for dim in range(len(sizes))]
-        base = sum((o - b) * s for o, b, s in zip(offsets, block.offsets, strides))
-        at = np.array([base], dtype=np.int64)
-        for dim in range(split):
-            at = np.add.outer(at, np.arange(sizes[dim], dtype=np.int64) * strides[dim]).ravel()
-        starts.append(at)
-    return starts[0] + source.at, starts[1], item * math.prod(sizes[split:])
+def touched(read: Read, mask: npt.NDArray[np.bool_]) -> None:
+    """Marks in `mask` (one flag per sub-block of the source's shard) the sub-blocks that hold bytes of the box."""
+    source, item = read.source, ITEM_BYTES[read.source.dtype]
+    strides = [item * math.prod(source.sizes[dim + 1 :]) for dim in range(len(source.sizes))]
+    at = source.at + sum((o - b) * s for o, b, s in zip(read.box[0], source.offsets, strides))
+    _mark(mask, at, read.box[1], strides, item)
 
 
-def touched(starts: npt.NDArray[np.int64], nbytes: int, mask: npt.NDArray[np.bool_]) -> None:
-    """Marks in `mask` (one flag per sub-block of the shard) the sub-blocks that the runs lie in."""
-    edges = np.zeros(len(mask) + 1, dtype=np.int64)
-    np.add.at(edges, starts // SUB_BLOCK, 1)
-    np.add.at(edges, (starts + nbytes - 1) // SUB_BLOCK + 1, -1)
-    mask |= np.cumsum(edges[:-1]) > 0
+def _mark(mask: npt.NDArray[np.bool_], at: int, sizes: Sequence[int], strides: Sequence[int], item: int) -> None:
+    """Rows that lie at most a sub-block apart leave out none between them; larger ones are looked at one by one."""
+    if strides and strides[0] > SUB_BLOCK:
+        for row in range(sizes[0]):
+            _mark(mask, at + row * strides[0], sizes[1:], strides[1:], item)
+        return
+    last = at + item - 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides))
+    mask[at // SUB_BLOCK : last // SUB_BLOCK + 1] = True
 
 
 def spans(mask: npt.NDArray[np.bool_], nbytes: int) -> list[tuple[int, int]]:
@@ -215,19 +211,32 @@ def check_coverage(tables: Mapping[int, Table]) -> None:
         shapes = {(block.dtype, block.global_shape) for _, block in found}
         if len(shapes) > 1:
             raise CheckpointError(f"{name} has several shapes or dtypes: {sorted(shapes)}")
-        boxes = sorted({box_of(block) for _, block in found})
-        _check_disjoint(name, boxes)
+        boxes = list({box_of(block) for _, block in found})
+        if pair := overlap(boxes):
+            raise CheckpointError(f"{name}: blocks {pair[0]} and {pair[1]} overlap")
         got = sum(math.prod(sizes) for _, sizes in boxes)
         want = math.prod(found[0][1].global_shape)
         if got != want:
             raise CheckpointError(f"{name}: blocks cover {got} of {want} elements; a rank's shard is missing")
 
 
-def _check_disjoint(name: str, boxes: list[Box]) -> None:
-    active: list[Box] = []
-    for box in boxes:  # sorted by first offset: only boxes that reach into this one's rows can meet it
-        active = [other for other in active if not box[0] or other[0][0] + other[1][0] > box[0][0]]
-        for other in active:
-            if intersect(box, other):
-                raise CheckpointError(f"{name}: blocks {box} and {other} overlap")
-        active.append(box)
+def overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two of the (different) boxes that meet. Parted along one dim after the other, so that a grid of n is n log n."""
+    for dim in range(len(boxes[0][0]) if boxes else 0):
+        groups = _parted(boxes, dim)
+        if len(groups) > 1:
+            return next(filter(None, map(overlap, groups)), None)
+    return next((pair for pair in itertools.combinations(boxes, 2) if intersect(*pair)), None)
+
+
+def _parted(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """Groups of boxes between which one could cut the space across `dim` without cutting a box."""
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box[0][dim]):
+        start = box[0][dim]
+        if start >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, start + box[1][dim])
+    return groups

@@ -36,6 +36,7 @@ from elastic.checkpoint.arena import Arena, Buffer, State
 from elastic.checkpoint.blocks import SUB_BLOCK
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.peers import Partner, Peers, exchange
+from elastic.checkpoint.read_through import ReadThrough
 from elastic.checkpoint.shard import of_buffer, table_object, to_object
 from elastic.checkpoint.store import Store, open_store
 from elastic.checkpoint.wire import ECHO_BYTES_MAX
@@ -46,6 +47,7 @@ from elastic.plan import Endpoint, SnapshotKey
 TOKEN_S = 30.0
 UPLOAD_S = 600.0
 BUSY_S = 0.01  # between tries while the partner has no room: a newer safe step makes some
+KEPT_BYTES_MIN = 128 << 20  # of storage read through: several connections' parts ahead; else as much as own snapshots
 PAUSE_S = 0.5  # most, between tries after errors
 NEWS_WAIT_S = 0.004  # a seal and a received copy of the same step come close together: told as one
 BACKLOG_BYTES = 1 << 20  # a host that does not read its control socket loses news, not the mover
@@ -97,8 +99,11 @@ class Mover:
             return
         told = json.loads(first)
         self._token: str = told["token"]
-        self._store = open_store(told["storage"]["url"], StorageOptions.model_validate(told["storage"]["options"]))
-        self._peers = Peers(self._arena, self._token, self._changed)
+        options = StorageOptions.model_validate(told["storage"]["options"])
+        self._store = open_store(told["storage"]["url"], options)
+        room = sum(len(buffer.room) for buffer in self._arena.own)
+        stored = ReadThrough(self._store, bytes_max=max(room, KEPT_BYTES_MIN), deadline_s=options.deadline_s)
+        self._peers = Peers(self._arena, stored, self._token, self._changed)
         asyncio.get_running_loop().add_reader(self._wake, self._on_wake)
         self._tell({"ready": True})
         for job in (self._accept(), self._seal_when_written(), self._upload_when_wanted()):

@@ -13,108 +13,34 @@ import socket
 import sys
 import time
 import zlib
+from asyncio import Task
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from elastic.checkpoint.arena import Arena, Buffer, State
 from elastic.checkpoint.blocks import SUB_BLOCK
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
+from elastic.checkpoint.pipe import Pipe
+from elastic.checkpoint.read_through import PART_BYTES, PARTS_AT_ONCE, ReadThrough, in_parts
 from elastic.checkpoint.shard import Shard, facts_nbytes, is_small, key_of, of_buffer, of_header
 from elastic.checkpoint.wire import (
     ECHO_BYTES_MAX,
     FACTS_BYTES_MAX,
-    FRAME_BYTES_MAX,
-    LENGTH,
     frame,
-    frame_length,
-    parse,
-    tune,
 )
 from elastic.plan import Endpoint, SnapshotKey
 
-PROGRESS_S = 2.0  # a peer that moves less than a sub-block in this time is given up
 IDLE_S = 600.0  # a connection without a request is closed; its owner opens another when it needs one
 CONNECTIONS_MAX = 512
 HELLO_BYTES_MAX = 4096
-READ_AHEAD_BYTES = 256 << 10
 ROUND_TRIPS = 5
 TRANSFERS = 3
-_CLOSED = "the peer closed the connection"
+SIGN_OF_LIFE_S = 2.0  # between them, while storage has not answered yet
 
 Answer = Literal["done", "have", "busy"]
-
-
-class Pipe:
-    """A connected socket with limits: no send or receive waits longer than PROGRESS_S for its next piece."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        tune(sock)
-        self._sock = sock
-        self._loop = asyncio.get_running_loop()
-        self._ahead = bytearray()  # read together with a frame, not asked for yet
-
-    @classmethod
-    async def connect(cls, endpoint: Endpoint, token: str) -> Pipe:
-        sock = socket.socket()
-        try:
-            pipe = cls(sock)
-            async with asyncio.timeout(PROGRESS_S):
-                await pipe._loop.sock_connect(sock, (endpoint.address, endpoint.port))
-            await pipe.tell({"hello": token})
-        except BaseException:
-            sock.close()
-            raise
-        return pipe
-
-    async def send(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        for at in range(0, len(view), SUB_BLOCK):
-            async with asyncio.timeout(PROGRESS_S):
-                await self._loop.sock_sendall(self._sock, view[at : at + SUB_BLOCK])
-            await asyncio.sleep(0)  # a fast peer does not hold up the others
-
-    async def tell(self, message: dict[str, Any]) -> None:
-        await self.send(frame(message))
-
-    async def fill(self, into: memoryview, limit_s: float = PROGRESS_S) -> None:
-        """`into` is at most a sub-block or so: the limit is on the whole of it."""
-        there = min(len(into), len(self._ahead))
-        into[:there] = self._ahead[:there]
-        del self._ahead[:there]
-        if there == len(into):
-            return
-        into = into[there:]
-        async with asyncio.timeout(limit_s):
-            while into:
-                got = await self._loop.sock_recv_into(self._sock, into)
-                if not got:
-                    raise ConnectionResetError(_CLOSED)
-                into = into[got:]
-
-    async def hear(self, *, limit_s: float = PROGRESS_S, bytes_max: int = FRAME_BYTES_MAX) -> dict[str, Any]:
-        await self._read_ahead(LENGTH.size, limit_s)
-        end = LENGTH.size + frame_length(self._ahead[: LENGTH.size], bytes_max)
-        await self._read_ahead(end, PROGRESS_S)
-        body = self._ahead[LENGTH.size : end]
-        del self._ahead[:end]
-        return parse(body)
-
-    async def _read_ahead(self, count: int, limit_s: float) -> None:
-        """At least `count` bytes; what follows them comes along, so that a small message costs one read."""
-        if len(self._ahead) >= count:
-            return
-        async with asyncio.timeout(limit_s):
-            while len(self._ahead) < count:
-                chunk = await self._loop.sock_recv(self._sock, READ_AHEAD_BYTES)
-                if not chunk:
-                    raise ConnectionResetError(_CLOSED)
-                self._ahead += chunk
-
-    def close(self) -> None:
-        self._sock.close()
+T = TypeVar("T")
 
 
 class Partner:
@@ -202,8 +128,9 @@ class _Arrived:
 class Peers:
     """Serves every peer that knows the token. `changed` is called when a received shard appeared or went."""
 
-    def __init__(self, arena: Arena, token: str, changed: Callable[[], None]) -> None:
+    def __init__(self, arena: Arena, stored: ReadThrough, token: str, changed: Callable[[], None]) -> None:
         self._arena = arena
+        self._stored = stored
         self._token = token
         self._changed = changed
         self._filling: set[int] = set()  # indices of received buffers that a connection is writing
@@ -238,24 +165,34 @@ class Peers:
             if "push" in request:
                 await self._receive(pipe, request["push"], is_whole=request.get("whole", False))
             elif "describe" in request:
-                shard = of_buffer(self._sealed(request["describe"], request["rank"]))
-                await pipe.tell(shard.header())
-                await pipe.send(shard.facts())
+                await self._describe(pipe, key_of(request["describe"]), request["rank"], request["object"])
             elif "echo" in request:
                 await self._return(pipe, request["echo"])
             elif "read" in request:
-                await self._read(pipe, self._sealed(request["read"], request["rank"]), request["spans"])
+                key, rank, spans = key_of(request["read"]), request["rank"], request["spans"]
+                await self._read(pipe, key, rank, spans, request["object"])
             else:
                 raise CheckpointError(f"unknown request {sorted(request)}; do both sides run the same version?")
+        except StorageUnavailable as error:
+            await pipe.tell({"error": str(error), "storage": True})
         except CheckpointError as error:
             await pipe.tell({"error": str(error)})
 
-    def _sealed(self, key: Any, rank: int) -> Buffer:
-        buffer = self._arena.find(key_of(key), rank)
-        if buffer is None or buffer.state != State.SEALED:
+    async def _describe(self, pipe: Pipe, key: SnapshotKey, rank: int, name: str) -> None:
+        buffer = self._sealed(key, rank, name)
+        shard = of_buffer(buffer) if buffer else await _patiently(pipe, self._stored.shard(name, key, rank))
+        await pipe.tell(shard.header())
+        await pipe.send(shard.facts())
+
+    def _sealed(self, key: SnapshotKey, rank: int, name: str) -> Buffer | None:
+        """None: not here, but in storage, as the object `name`."""
+        buffer = self._arena.find(key, rank)
+        if buffer is not None and buffer.state == State.SEALED:
+            return buffer
+        if not name:
             held = "not here" if buffer is None else "not sealed yet"
-            raise CheckpointError(f"rank {rank}'s shard of {key_of(key)} is {held}")
-        return buffer
+            raise CheckpointError(f"rank {rank}'s shard of {key} is {held}")
+        return None
 
     async def _return(self, pipe: Pipe, nbytes: int) -> None:
         if not 0 < nbytes <= ECHO_BYTES_MAX:
@@ -266,15 +203,30 @@ class Peers:
         await pipe.tell({"nbytes": nbytes})
         await pipe.send(memoryview(data))
 
-    async def _read(self, pipe: Pipe, buffer: Buffer, spans: list[tuple[int, int]]) -> None:
+    async def _read(self, pipe: Pipe, key: SnapshotKey, rank: int, spans: list[tuple[int, int]], name: str) -> None:
+        buffer = self._sealed(key, rank, name)
+        if buffer is None:
+            shard = await _patiently(pipe, self._stored.shard(name, key, rank))
+            _check_spans(spans, shard.nbytes)
+            await self._relay(pipe, name, shard, spans)
+            return
         sequence, data = buffer.sequence, buffer.view
-        if any(not 0 <= start < stop <= len(data) for start, stop in spans):
-            raise CheckpointError(f"spans must lie within [0, {len(data)}), got {spans[:3]}")
+        _check_spans(spans, len(data))
         await pipe.tell({"nbytes": sum(stop - start for start, stop in spans)})
         for start, stop in spans:
             await pipe.send(data[start:stop])
         if buffer.sequence != sequence:  # the reader's CRCs would find it as well; this says it sooner
             raise ConnectionAbortedError("the buffer was reused while it was read")
+
+    async def _relay(self, pipe: Pipe, name: str, shard: Shard, spans: list[tuple[int, int]]) -> None:
+        """From storage, as the parts come; the next ones are fetched meanwhile."""
+        pieces = in_parts(spans)
+        for i, (number, start, stop) in enumerate(pieces):
+            for ahead, *_ in pieces[i + PARTS_AT_ONCE - 1 : i + PARTS_AT_ONCE] if i else pieces[:PARTS_AT_ONCE]:
+                self._stored.part(name, shard, ahead)
+            part = await _patiently(pipe, self._stored.part(name, shard, number))
+            await pipe.tell({"nbytes": stop - start})
+            await pipe.send(memoryview(part)[start % PART_BYTES : start % PART_BYTES + stop - start])
 
     async def _receive(self, pipe: Pipe, header: dict[str, Any], *, is_whole: bool) -> None:
         arrived = await _rest_of(pipe, header) if is_whole else None  # first: refused or not, the pipe stays in step
@@ -351,6 +303,20 @@ class Peers:
             if damaged is None and zlib.crc32(piece) != np.uint32(shard.crcs[i]):
                 damaged = i
         return damaged
+
+
+async def _patiently(pipe: Pipe, task: Task[T]) -> T:
+    """Its result; meanwhile the peer hears that this mover is alive. The task goes on for others, whatever the peer."""
+    while not task.done():
+        await asyncio.wait((task,), timeout=SIGN_OF_LIFE_S)
+        if not task.done():
+            await pipe.tell({"wait": True})
+    return task.result()
+
+
+def _check_spans(spans: list[tuple[int, int]], nbytes: int) -> None:
+    if any(not 0 <= start < stop <= nbytes for start, stop in spans):
+        raise CheckpointError(f"spans must lie within [0, {nbytes}), got {spans[:3]}")
 
 
 async def _rest_of(pipe: Pipe, header: dict[str, Any]) -> _Arrived:

@@ -57,13 +57,16 @@ class Shard:
             "facts_crc": zlib.crc32(self.facts()),
         }
 
-    def verify(self, data: npt.NDArray[np.uint8], spans: Iterable[tuple[int, int]], *, where: str) -> None:
-        """CheckpointError names the first sub-block within `spans` (each begins on one) whose CRC differs."""
+    def verify(self, data: npt.NDArray[np.uint8], spans: Iterable[tuple[int, int]], *, where: str, at: int = 0) -> None:
+        """CheckpointError names the first sub-block within `spans` (each begins on one) whose CRC differs.
+
+        `data` begins at byte `at` of the shard.
+        """
         for start, stop in spans:
-            for at in range(start, stop, SUB_BLOCK):
-                got = zlib.crc32(data[at : min(at + SUB_BLOCK, stop)].data)
-                if got != self.crcs[at // SUB_BLOCK]:
-                    raise CheckpointError(self.damage(at // SUB_BLOCK, where=where))
+            for first in range(start, stop, SUB_BLOCK):
+                got = zlib.crc32(data[first - at : min(first + SUB_BLOCK, stop) - at].data)
+                if got != self.crcs[first // SUB_BLOCK]:
+                    raise CheckpointError(self.damage(first // SUB_BLOCK, where=where))
 
     def damage(self, sub_block: int, *, where: str) -> str:
         start, stop = sub_block * SUB_BLOCK, min((sub_block + 1) * SUB_BLOCK, self.nbytes)

@@ -4,12 +4,15 @@ A frame is a big-endian uint32 length and that many bytes of JSON; raw bytes fol
 The first frame is {"hello": token}. Then requests, one at a time:
 
     {"describe": [generation, step], "rank": r}                 -> header (shard.py), then its facts
-    {"read": [generation, step], "rank": r, "spans": [[a, b]]}  -> {"nbytes": n}, then the spans' bytes
+    {"read": [generation, step], "rank": r, "spans": [[a, b]]}  -> {"nbytes": n}, n bytes, until the spans are filled
     {"echo": n}, n bytes                                        -> {"nbytes": n}, then the same bytes
     {"push": header}    -> {"busy": why} or {"have": true} or {"go": true}; after go: facts, data -> {"done": true}
     {"push": header, "whole": true}, facts, data   (a small shard) -> {"busy": why} or {"have": true} or {"done": true}
 
-{"error": sentence} answers what can't be done.
+With "object": name (of the shard's data in storage) a mover that does not hold the shard fetches it, and keeps it for
+others who ask (read_through.py). Meanwhile it says {"wait": true} now and then: storage is slow, the mover is not dead.
+
+{"error": sentence} answers what can't be done; with "storage": true because storage gave no answer.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from elastic.checkpoint.errors import CheckpointError
+from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
 from elastic.checkpoint.shard import Shard, facts_nbytes, of_header
 from elastic.plan import Endpoint, SnapshotKey
 
@@ -48,7 +51,7 @@ def frame_length(raw: bytes | bytearray, limit: int = FRAME_BYTES_MAX) -> int:
 
 
 def parse(raw: bytes | bytearray) -> dict[str, Any]:
-    """CheckpointError: not a JSON object, or one that tells an error."""
+    """CheckpointError: not a JSON object, or one that tells an error (StorageUnavailable: that there is no storage)."""
     try:
         message = json.loads(raw)
     except ValueError as error:
@@ -56,7 +59,7 @@ def parse(raw: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise CheckpointError(f"a peer sent {type(message).__name__}, wanted a JSON object")
     if "error" in message:
-        raise CheckpointError(str(message["error"]))
+        raise (StorageUnavailable if message.get("storage") else CheckpointError)(str(message["error"]))
     return message
 
 
@@ -69,7 +72,10 @@ def tune(sock: socket.socket) -> None:
 
 
 class MoverClient:
-    """A trainer's connection to one mover. CheckpointError: unreachable, silent for `timeout_s`, or refused."""
+    """A trainer's connection to one mover. CheckpointError: unreachable, silent for `timeout_s`, or refused.
+
+    Where `stored` names the shard's object in storage, the mover may fetch it; StorageUnavailable: it got no answer.
+    """
 
     def __init__(self, endpoint: Endpoint, *, token: str, timeout_s: float) -> None:
         self._where = f"mover at {endpoint.address}:{endpoint.port}"
@@ -81,21 +87,35 @@ class MoverClient:
         tune(self._sock)
         self._send({"hello": token})
 
-    def describe(self, key: SnapshotKey, rank: int) -> Shard:
-        self._send({"describe": [key.generation, key.step], "rank": rank})
+    def describe(self, key: SnapshotKey, rank: int, *, stored: str = "") -> Shard:
+        self._send({"describe": [key.generation, key.step], "rank": rank, "object": stored})
         header = self._frame()
         facts = np.empty(min(facts_nbytes(header), FACTS_BYTES_MAX), dtype=np.uint8)
         self._fill(facts)
         return of_header(header, facts.tobytes())
 
-    def read(self, key: SnapshotKey, rank: int, spans: Sequence[tuple[int, int]], into: npt.NDArray[np.uint8]) -> None:
+    def read(
+        self,
+        key: SnapshotKey,
+        rank: int,
+        spans: Sequence[tuple[int, int]],
+        into: npt.NDArray[np.uint8],
+        *,
+        stored: str = "",
+    ) -> None:
         """Fills `into[start:stop]` for each span. Nothing is verified here: the caller has the CRCs."""
-        self._send({"read": [key.generation, key.step], "rank": rank, "spans": list(spans)})
-        announced, wanted = self._frame().get("nbytes"), sum(stop - start for start, stop in spans)
-        if announced != wanted:
-            raise CheckpointError(f"{self._where} sends {announced} bytes, wanted {wanted}")
+        self._send({"read": [key.generation, key.step], "rank": rank, "spans": list(spans), "object": stored})
+        announced, left = 0, sum(stop - start for start, stop in spans)
         for start, stop in spans:
-            self._fill(into[start:stop])
+            while start < stop:
+                if not announced:
+                    announced = self._frame().get("nbytes", 0)
+                    if not 0 < announced <= left:
+                        raise CheckpointError(f"{self._where} sends {announced} bytes, wanted are at most {left}")
+                    left -= announced
+                piece = into[start : min(stop, start + announced)]
+                self._fill(piece)
+                start, announced = start + len(piece), announced - len(piece)
 
     def __enter__(self) -> MoverClient:
         return self
@@ -112,12 +132,20 @@ class MoverClient:
             raise CheckpointError(f"{self._where} broke off: {error}") from error
 
     def _frame(self) -> dict[str, Any]:
+        """The next that is more than a sign of life."""
+        while "wait" in (message := self._next()):
+            pass
+        return message
+
+    def _next(self) -> dict[str, Any]:
         head = np.empty(LENGTH.size, dtype=np.uint8)
         self._fill(head)
         body = np.empty(frame_length(head.tobytes()), dtype=np.uint8)
         self._fill(body)
         try:
             return parse(body.tobytes())
+        except StorageUnavailable:
+            raise
         except CheckpointError as error:
             raise CheckpointError(f"{self._where}: {error}") from error
 

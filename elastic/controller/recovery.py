@@ -53,7 +53,9 @@ def trainer_exited(state: RunState, report: Report, now_s: float, config: Config
 def _restored_from(state: RunState, checkpoint: RestorePlan | None) -> bool:
     """Is it what the present generation starts from? The second rank that finds the same damage tells nothing new."""
     restore = state.assignments[0].restore if state.assignments else None
-    return restore is not None and restore == checkpoint
+    if restore is None or checkpoint is None or restore.key != checkpoint.key:
+        return False
+    return all(source.tier == "storage" for source in restore.sources)
 
 
 def _go_back(state: RunState, why: str) -> Decision:

@@ -5,8 +5,10 @@ Arenas and partner copies first, then the last committed checkpoint, then the in
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from elastic.events import Holding, Report
 from elastic.plan import RestorePlan, ShardSource, SnapshotKey
@@ -28,10 +30,19 @@ def choose(
     whole = [(key, world) for (key, world), found in shards.items() if len(found) == world]
     best = max(whole, key=lambda item: (item[0].step, item[0].generation), default=None)
     if best is None or (durable is not None and durable.key.step > best[0].step):
-        return durable, "storage" if durable else "the seed"
+        return (through(durable, members), "storage") if durable else (None, "the seed")
     key, world = best
     sources = tuple(shards[best][rank] for rank in range(world))
     return RestorePlan(key=key, world=world, sources=sources), "memory"
+
+
+def through(plan: RestorePlan, members: Sequence[Report]) -> RestorePlan:
+    """`plan`, from storage, with the member whose mover fetches each shard for all that want some of it: in turn."""
+    sources = tuple(
+        replace(source, host=reader.host, endpoint=reader.mover)
+        for source, reader in zip(plan.sources, itertools.cycle(members))
+    )
+    return replace(plan, sources=sources)
 
 
 def _is_own_restore(report: Report, holding: Holding, members: Sequence[Report]) -> bool:

@@ -253,9 +253,9 @@ class Context:
         self._mark("restore")
 
     def _restore(self, entries: Sequence[save.Entry], plan: RestorePlan, seat: Seat) -> None:
-        rank = self.assignment.rank
+        rank, world = self.assignment.rank, self.assignment.world
         try:
-            restore(entries, plan, rank=rank, arena=seat.arena, store=seat.store, token=seat.token)
+            restore(entries, plan, rank=rank, world=world, arena=seat.arena, store=seat.store, token=seat.token)
         except OSError as error:
             raise CheckpointError(f"a source of {plan.key} can't be reached: {error}") from error
         self.step = plan.key.step

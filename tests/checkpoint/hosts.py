@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,20 @@ def key(generation: int, step: int) -> SnapshotKey:
 
 
 class Host:
-    def __init__(self, storage: Path, *, nbytes: int = 4 << 20, received_buffers: int = 2) -> None:
+    def __init__(
+        self,
+        storage: Path | str,
+        *,
+        nbytes: int = 4 << 20,
+        received_buffers: int = 2,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.arena = Arena.create(own_bytes=nbytes, received_bytes=nbytes, received_buffers=received_buffers)
         self.arena.board.order(generation=1, keep=None)
         self.listen = socket.create_server(("127.0.0.1", 0))
         self.endpoint = Endpoint(address="127.0.0.1", port=self.listen.getsockname()[1])
         self.wake = os.eventfd(0)
-        self.storage = storage
+        self.storage, self.options = storage, options
         self.start_mover()
 
     def start_mover(self) -> None:
@@ -47,7 +55,7 @@ class Host:
         self.mover = subprocess.Popen(argv, pass_fds=fds, cwd=ROOT)
         theirs.close()
         self._heard = b""
-        self.tell(token=TOKEN, storage={"url": str(self.storage), "options": {}})
+        self.tell(token=TOKEN, storage={"url": str(self.storage), "options": dict(self.options)})
         self.hear("ready")
 
     def kill_mover(self) -> None:

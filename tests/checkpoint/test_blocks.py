@@ -1,28 +1,32 @@
-"""Boxes and byte ranges: any layout to any layout gives equal arrays, by runs as by slices."""
+"""Boxes and byte ranges: any layout to any layout gives equal arrays."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.checkpoint import blocks
 from elastic.checkpoint.blocks import (
     SUB_BLOCK,
     Block,
+    Box,
     Table,
     check_coverage,
     decode,
     decode_bytes,
     encode_bytes,
     index,
+    intersect,
     missing,
+    overlap,
     place,
     reads,
-    runs,
     spans,
     sub_blocks,
     touched,
@@ -61,6 +65,11 @@ def slices(b: Block) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(b.offsets, b.sizes))
 
 
+def inside(box: Box, b: Block) -> Any:
+    """The box as an index that gives a view, of a scalar too."""
+    return (*(slice(at - o, at - o + n) for at, n, o in zip(box[0], box[1], b.offsets)), ...)
+
+
 def shards(array: np.ndarray, boxes: Boxes, ranks: int) -> tuple[dict[int, Table], dict[int, np.ndarray]]:
     tables, data = {}, {}
     for rank in range(ranks):
@@ -85,11 +94,10 @@ def test_any_layout_to_any_layout(problem: tuple[tuple[int, ...], Boxes, Boxes],
         found = reads(wanted, have)
         assert missing(wanted, found) == 0
         for read in found:
-            source, target, nbytes = runs(read, wanted)
-            assert len(source) == len(target) and nbytes * len(source) == 4 * math.prod(read.box[1])
-            for a, b in zip(source.tolist(), target.tolist()):
-                assert not into[b : b + nbytes].any()
-                into[b : b + nbytes] = data[read.rank][a : a + nbytes]
+            source = data[read.rank][read.source.at :][: read.source.nbytes].view(np.int32).reshape(read.source.sizes)
+            part = into.view(np.int32).reshape(wanted.sizes)[inside(read.box, wanted)]
+            assert not part.any(), "filled twice"
+            part[...] = source[inside(read.box, read.source)]
         assert np.array_equal(into.view(np.int32).reshape(wanted.sizes), array[slices(wanted)])
 
 
@@ -105,32 +113,42 @@ def test_a_missing_block_is_seen(problem: tuple[tuple[int, ...], Boxes, Boxes], 
             check_coverage({0: rest})
 
 
-def test_whole_rows_are_one_run_and_columns_are_one_a_row() -> None:
-    source, _ = place([block((8, 6), ((2, 0), (6, 6)))])
-    (rows,) = reads(block((8, 6), ((4, 0), (3, 6))), index({0: source}))
-    assert [len(part) for part in runs(rows, block((8, 6), ((4, 0), (3, 6))))[:2]] == [1, 1]
-    columns = block((8, 6), ((2, 1), (6, 2)))
-    (read,) = reads(columns, index({0: source}))
-    starts, into, nbytes = runs(read, columns)
-    assert starts.tolist() == [4 + 24 * row for row in range(6)] and into.tolist() == [8 * r for r in range(6)]
-    assert nbytes == 8
+@given(problems(), st.integers(1, 40))
+def test_touched_sub_blocks_hold_every_byte_and_no_needless_one(
+    problem: tuple[tuple[int, ...], Boxes, Boxes], sub_block: int
+) -> None:
+    """With tiny sub-blocks, so that rows are shorter and longer than one."""
+    shape, saved, new = problem
+    tables, data = shards(np.zeros(shape, dtype=np.int32), saved, 1)
+    for wanted in (block(shape, box) for box in new):
+        for read in reads(wanted, index(tables)):
+            at = read.source.at + np.arange(read.source.nbytes).reshape(*read.source.sizes, 4)
+            bytes_of_box = at[inside(read.box, read.source)].ravel()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(blocks, "SUB_BLOCK", sub_block)
+                mask = np.zeros(sub_blocks(len(data[0])), dtype=np.bool_)
+                touched(read, mask)
+            assert set(np.flatnonzero(mask)) == set(bytes_of_box // sub_block)
 
 
-@given(
-    st.lists(st.integers(0, 5 * SUB_BLOCK - 1), min_size=1, max_size=5),
-    st.integers(1, 2 * SUB_BLOCK),
-)
-def test_touched_sub_blocks_hold_every_byte_and_no_needless_one(starts: list[int], nbytes: int) -> None:
-    total = 5 * SUB_BLOCK + 2 * SUB_BLOCK
-    mask = np.zeros(sub_blocks(total), dtype=np.bool_)
-    touched(np.array(sorted(starts), dtype=np.int64), nbytes, mask)
-    want = {i for s in starts for i in range(s // SUB_BLOCK, (s + nbytes - 1) // SUB_BLOCK + 1)}
-    assert set(np.flatnonzero(mask).tolist()) == want
-    ranges = spans(mask, total)
-    assert sum(stop - start for start, stop in ranges) == sum(
-        min((i + 1) * SUB_BLOCK, total) - i * SUB_BLOCK for i in want
-    )
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))
+@given(st.lists(st.booleans(), max_size=9), st.integers(1, SUB_BLOCK))
+def test_spans_join_neighbours_and_end_with_the_shard(marked: list[bool], last: int) -> None:
+    nbytes = max(0, len(marked) - 1) * SUB_BLOCK + last
+    ranges = spans(np.array(marked, dtype=np.bool_), nbytes)
+    inside_ranges = {at for start, stop in ranges for at in range(start // SUB_BLOCK, -(-stop // SUB_BLOCK))}
+    assert inside_ranges == {i for i, is_marked in enumerate(marked) if is_marked}
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges)) and all(stop <= nbytes for _, stop in ranges)
+
+
+DIM = st.tuples(st.integers(0, 5), st.integers(1, 3))
+
+
+@given(st.lists(st.tuples(DIM, DIM, DIM), max_size=8, unique=True))
+def test_two_boxes_that_meet_are_found_if_there_are_any(raw: list[tuple[tuple[int, int], ...]]) -> None:
+    boxes = [(tuple(o for o, _ in dims), tuple(n for _, n in dims)) for dims in raw]
+    pair = overlap(boxes)
+    assert (pair is not None) == any(intersect(a, b) for a, b in itertools.combinations(boxes, 2))
+    assert pair is None or (intersect(*pair) and pair[0] != pair[1])
 
 
 def test_copies_are_read_once_and_the_first_rank_is_preferred() -> None:

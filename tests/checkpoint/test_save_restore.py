@@ -105,7 +105,13 @@ def restore_rank(
     results = []
     for places, plan in jobs:
         restored = restore(
-            found, plan, rank=rank, arena=attach(places[rank]), store=DirectoryStore(Path(storage)), token=TOKEN
+            found,
+            plan,
+            rank=rank,
+            world=world,
+            arena=attach(places[rank]),
+            store=DirectoryStore(Path(storage)),
+            token=TOKEN,
         )
         results.append((full(found), restored))
         train_step(model, optimizer, 4)  # the optimizer goes on with what was restored
@@ -240,7 +246,7 @@ def test_a_snapshot_is_the_state_at_the_call(tmp_path: Path) -> None:
         snapshot(host, found)
         for _, tensor in found:
             tensor.zero_()
-        restore(found, plan_of([host]), rank=0, arena=host.arena, store=MemoryStore(), token=TOKEN)
+        restore(found, plan_of([host]), rank=0, world=1, arena=host.arena, store=MemoryStore(), token=TOKEN)
         assert equal(found, want)
 
 
@@ -270,7 +276,13 @@ def test_damage_in_storage_is_found_before_training_goes_on(
         told = uploaded_of(host.hear("uploaded")["uploaded"])
         source = ShardSource(rank=0, tier="storage", host="", endpoint=None, object=told.object)
         plan = RestorePlan(key=key(1, 3), world=1, sources=(source,))
-        arguments: dict[str, Any] = {"rank": 0, "arena": host.arena, "store": DirectoryStore(tmp_path), "token": TOKEN}
+        arguments: dict[str, Any] = {
+            "rank": 0,
+            "world": 1,
+            "arena": host.arena,
+            "store": DirectoryStore(tmp_path),
+            "token": TOKEN,
+        }
         found = tensors(2)
         restore(found, plan, **arguments)
         assert equal(found, tensors(1))
@@ -286,7 +298,7 @@ def test_damage_in_a_peer_and_in_a_received_copy_is_found(tmp_path: Path) -> Non
         b.until(lambda: b.holds(key(1, 3), "received"), "the copy")
         elsewhere = Arena.create(own_bytes=64, received_bytes=64, received_buffers=0)
         for arena, place in ((elsewhere, a), (b.arena, b)):
-            arguments: dict[str, Any] = {"rank": 0, "arena": arena, "store": MemoryStore(), "token": TOKEN}
+            arguments: dict[str, Any] = {"rank": 0, "world": 1, "arena": arena, "store": MemoryStore(), "token": TOKEN}
             plan = RestorePlan(key=key(1, 3), world=1, sources=(replace(plan_of([place]).sources[0], tier="received"),))
             found = tensors(2)
             restore(found, plan, **arguments)
@@ -302,7 +314,7 @@ def test_damage_in_a_peer_and_in_a_received_copy_is_found(tmp_path: Path) -> Non
 def test_another_model_and_a_lost_peer_are_said(tmp_path: Path) -> None:
     with hosts(tmp_path, 1) as (host,):
         snapshot(host, tensors(1))
-        arguments: dict[str, Any] = {"rank": 0, "arena": host.arena, "store": MemoryStore(), "token": TOKEN}
+        arguments: dict[str, Any] = {"rank": 0, "world": 1, "arena": host.arena, "store": MemoryStore(), "token": TOKEN}
         with pytest.raises(CheckpointError, match=r"step 3 does not have model\.new: it is of another model"):
             restore([*tensors(1), ("model.new", torch.zeros(5))], plan_of([host]), **arguments)
         with pytest.raises(CheckpointError, match=r"saved as float32\[300, 700\]"):

@@ -10,6 +10,7 @@ from typing import Any
 from elastic import events
 from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.log import CommitLog
+from elastic.checkpoint.manifest import About
 from elastic.checkpoint.store import store_at
 from elastic.clock import RealClock
 from elastic.cluster.local import LocalCluster
@@ -102,8 +103,7 @@ class Running:
             store,
             log,
             attempt,
-            run=config.run,
-            fingerprint="",
+            about=About(run=config.run, fingerprint=""),
             samples_per_step=config.batch.global_samples,
             keep=config.checkpoint.keep,
         )

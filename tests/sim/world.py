@@ -295,8 +295,10 @@ class World:
     def unreachable(self, assignment: Assignment) -> SimHost | str:
         """The first source of this rank's state that does not answer; "" if all do."""
         for source in self._needed(assignment):
+            if source.tier == "storage":  # read directly where the host that should relay it fails
+                continue
             holder = self.by_name(source.host)
-            if source.tier != "storage" and holder is None:
+            if holder is None:
                 return source.host
             if holder is not None and holder.frozen:
                 return holder
