@@ -50,8 +50,9 @@ campaign: setup-dev
 	$(PY) -m pytest --hypothesis-profile=campaign --timeout=600 $$(grep -rl hypothesis.strategies tests)
 	$(PY) -m tests.sim 300 2300
 
-bench: setup
+bench: setup-dev
 	$(PY) -m bench.recovery
+	$(PY) -m bench.checkpoint
 
 clean:
 	rm -rf $(VENV) runs

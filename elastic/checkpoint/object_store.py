@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from elastic.checkpoint import s3_bytes
 from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
+from elastic.checkpoint.s3_bytes import PART_BYTES, PARTS_AT_ONCE
 from elastic.checkpoint.store import check_key
 from elastic.config import StorageOptions
 
-PART_BYTES = 8 << 20
-PARTS_AT_ONCE = 8
 RETRY_S = (0.1, 5.0)
 CONNECT_S, ANSWER_S = 5, 30
 
@@ -34,6 +34,7 @@ _AGAIN = frozenset(
     )
 )  # fmt: skip
 _NEW_CREDENTIALS = frozenset(["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"])
+_MISSING = frozenset(("NoSuchKey", "404"))
 _EXISTS = frozenset(("PreconditionFailed", "412"))
 _HELP = {
     "NoSuchBucket": "there is no such bucket; create it, or correct `storage`",
@@ -53,7 +54,8 @@ T = TypeVar("T")
 
 
 class ObjectStore:
-    """The `Store` of one URL. Made without a connection, so that it may be carried over a fork; opened at first use."""
+    """The `Store` of one URL, for any number of threads. Made without a connection, so that it may be carried over a
+    fork; opened at first use."""
 
     def __init__(self, url: str, options: StorageOptions | None = None) -> None:
         """CheckpointError: no filesystem for this kind of URL."""
@@ -66,11 +68,11 @@ class ObjectStore:
         _filesystem_class(self._scheme)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        path = self._path(key)
-        self._request(f"write {key}", lambda fs: _upload(fs, path, data))
+        path, view = self._path(key), memoryview(data)
+        self._request(f"write {key}", lambda fs: self._write(fs, path, view))
         size = self._request(f"look at {key}", lambda fs: fs.info(path, refresh=True)["size"])
-        if size != len(data):
-            raise CheckpointError(f"{self._url}/{key} has {size} bytes after {len(data)} were written; is it full?")
+        if size != len(view):
+            raise CheckpointError(f"{self._url}/{key} has {size} bytes after {len(view)} were written; is it full?")
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
@@ -80,11 +82,25 @@ class ObjectStore:
         return self.get(key) == data
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """On S3 more than PART_BYTES come in parts, several at once; what is less is one request."""
         path = self._path(key)
         if stop is not None and stop <= start:
             return b""
-        limits = {} if start == 0 and stop is None else {"start": start, "end": stop}
-        return bytes(self._request(f"read {key}", lambda fs: _read(fs, path, limits)))
+        if not self._is_s3:
+            limits = {} if start == 0 and stop is None else {"start": start, "end": stop}
+            return self._request(f"read {key}", lambda fs: bytes(fs.cat_file(path, **limits)))
+
+        def part(at: int) -> tuple[bytes, int]:
+            end = at + PART_BYTES if stop is None else min(at + PART_BYTES, stop)
+            return self._request(f"read {key}", lambda fs: _read(fs, path, at, end))
+
+        if stop is not None and stop - start > PART_BYTES:
+            return b"".join(data for data, _ in s3_bytes.in_parallel(part, range(start, stop, PART_BYTES)))
+        first, size = part(start)
+        if stop is not None or size <= start + PART_BYTES:
+            return first
+        rest = s3_bytes.in_parallel(part, range(start + PART_BYTES, size, PART_BYTES))
+        return b"".join((first, *(data for data, _ in rest)))
 
     def list(self, prefix: str) -> dict[str, int]:
         found = self._request(f"list {prefix}", lambda fs: self._find(fs, prefix))
@@ -103,6 +119,21 @@ class ObjectStore:
             self._request(f"abort the upload of {at['Key']}", partial(_abort, upload=at))
         prefix = f"{root.partition('/')[2]}/"
         return [at["Key"].removeprefix(prefix) for at in found]
+
+    @property
+    def _is_s3(self) -> bool:
+        return self._scheme in ("s3", "s3a")
+
+    def _write(self, fs: Any, path: str, data: memoryview) -> None:
+        if not self._is_s3:
+            fs.pipe_file(path, bytes(data))
+        elif len(data) < 2 * PART_BYTES:
+            s3_bytes.write(fs.blocking, path, data)
+        else:
+            s3_bytes.write_parts(fs.blocking, path, data, self._part)
+
+    def _part(self, what: str, send: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return self._request(f"write {what}", lambda fs: send(fs.blocking))
 
     def _find(self, fs: Any, prefix: str) -> dict[str, int]:
         root = self._root()
@@ -149,7 +180,7 @@ class ObjectStore:
                 raise
             except Exception as error:  # of whatever library is below
                 code = _code(error)
-                if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
+                if code in _MISSING or (isinstance(error, FileNotFoundError) and code != "NoSuchBucket"):
                     raise ObjectMissing(f"{self._url}: can't {what}: it does not exist") from error
                 left_s = deadline_s - time.monotonic()
                 if not _may_pass(error, code):
@@ -163,7 +194,7 @@ class ObjectStore:
             wait_s = min(2 * wait_s, RETRY_S[1])
 
     def _sentence(self, what: str, error: Exception, code: str, tries: int) -> str:
-        told = str(error) or type(error).__name__
+        told = _answer_of(error).get("Message") or str(error) or type(error).__name__
         help_ = _HELP.get(code, "is the endpoint right and reachable?" if _may_pass(error, code) else "")
         often = f" ({tries} tries in {self._deadline_s:.0f} s)" if tries > 1 else ""
         named = f"{code}: " if code and code not in told else ""
@@ -202,30 +233,13 @@ def open_filesystem(url: str, options: StorageOptions) -> tuple[Any, str]:
             "max_pool_connections": 4 * PARTS_AT_ONCE,
             "request_checksum_calculation": options.checksums,
             "response_checksum_validation": options.checksums,
+            # Bodies are not hashed for the signature: TLS protects them on the way, and blocks have their own CRCs.
+            "s3": {"payload_signing_enabled": False},
         },
     )
     fs.retries = 1
+    fs.blocking = s3_bytes.client_like(fs)
     return fs, root.rstrip("/")
-
-
-class _Parts:
-    """Bytes that are copied a slice at a time, when a part is sent: the clients take no memoryview."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, part: slice) -> bytes:
-        return bytes(self._data[part])
-
-
-def _upload(fs: Any, path: str, data: bytes | memoryview) -> None:
-    if "s3" in fs.protocol and len(data) >= 2 * PART_BYTES:
-        fs.pipe_file(path, _Parts(memoryview(data)), chunksize=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
-    else:
-        fs.pipe_file(path, bytes(data))
 
 
 def _create(fs: Any, path: str, data: bytes) -> bool:
@@ -240,14 +254,14 @@ def _create(fs: Any, path: str, data: bytes) -> bool:
     return True
 
 
-def _read(fs: Any, path: str, limits: dict[str, Any]) -> bytes:
+def _read(fs: Any, path: str, start: int, stop: int) -> tuple[bytes, int]:
+    """Bytes and the object's size."""
     try:
-        found: bytes = fs.cat_file(path, **limits)
-    except OSError as error:
+        return s3_bytes.read(fs.blocking, path, start, stop)
+    except Exception as error:
         if _code(error) in ("InvalidRange", "416"):
-            return b""
+            return b"", 0
         raise
-    return found
 
 
 def _delete(fs: Any, path: str) -> None:
@@ -287,13 +301,18 @@ def _abort(fs: Any, upload: dict[str, str]) -> None:
 
 def _code(error: BaseException) -> str:
     """The service's own code, "" where it gave none."""
+    return str(_answer_of(error).get("Code", ""))
+
+
+def _answer_of(error: BaseException) -> Mapping[str, Any]:
     seen: BaseException | None = error
     while seen is not None:
         response = getattr(seen, "response", None)
         if isinstance(response, Mapping) and response.get("Error", {}).get("Code"):
-            return str(response["Error"]["Code"])
+            told: Mapping[str, Any] = response["Error"]
+            return told
         seen = seen.__cause__
-    return ""
+    return {}
 
 
 def _may_pass(error: Exception, code: str) -> bool:
@@ -305,7 +324,7 @@ def _may_pass(error: Exception, code: str) -> bool:
     if isinstance(error, OSError | TimeoutError | EOFError):
         return error.errno not in (errno.EINVAL, errno.ENOSYS) if isinstance(error, OSError) else True
     module = type(error).__module__.partition(".")[0]
-    return module in ("botocore", "aiobotocore", "aiohttp") and not _is_mistake(error)
+    return module in ("botocore", "urllib3", "aiobotocore", "aiohttp") and not _is_mistake(error)
 
 
 def _is_mistake(error: Exception) -> bool:

@@ -51,8 +51,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 THREADS = 8  # sources opened and read at once
-DIRECT_THREADS = 4  # of them, ranges that are read from storage directly; the store may divide each once more
-DIRECT_BYTES = 64 << 20
+DIRECT_THREADS = 8  # ranges that are read from storage directly, at once
+DIRECT_BYTES = 8 << 20  # of each: one request, and no copy to put its parts together
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,15 @@ Nothing here is a collective. Who stores a replicated tensor follows from its na
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from elastic.checkpoint.arena import Arena, Buffer, State
@@ -81,7 +83,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def wanted(name: str, tensor: torch.Tensor) -> Block | None:
     """The box of `tensor` that lies on this rank; None where that is empty."""
     if isinstance(tensor, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        at = tensor.device_mesh.get_coordinate()
+        sizes, offsets = _local_box(tensor.shape, tensor.device_mesh, tensor.placements, tuple(at) if at else None)
     else:
         sizes, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -90,6 +93,16 @@ def wanted(name: str, tensor: torch.Tensor) -> Block | None:
     if math.prod(sizes) == 0:
         return None
     return Block(name=name, dtype=dtype, global_shape=tuple(tensor.shape), offsets=tuple(offsets), sizes=tuple(sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _local_box(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and global offsets at the mesh coordinate `at`, this rank's own: meshes of two ranks are equal. A parameter
+    and its moments have the same, and so do equal layers: worked out once."""
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(sizes), tuple(offsets)
 
 
 def shard_bytes_max(entries: Sequence[Entry], world: int) -> int:

