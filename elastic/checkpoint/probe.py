@@ -16,7 +16,7 @@ FOREIGN_SHOWN = 3
 # What a run of ours keeps at the top of its prefix; the last four only where that is the driver's directory as well.
 OURS = frozenset(
     (
-        "log", "data", "journal", "config", "config.yaml", "logs", "probe",
+        "log", "data", "journal", "config", "config.yaml", "logs", "pins", "probe",
         "journal.jsonl", "driver.lock", "coordinator.json", "storage.json",
     )
 )  # fmt: skip
