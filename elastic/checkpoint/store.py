@@ -62,7 +62,8 @@ def store_at(place: Place) -> Store:
 
 
 def check_key(key: str) -> None:
-    if not key or any(part == "" or part.startswith(".") for part in key.split("/")):
+    # .metadata: what makes a folder a checkpoint of torch.distributed.checkpoint.
+    if not key or any(part == "" or (part.startswith(".") and part != ".metadata") for part in key.split("/")):
         raise CheckpointError(f"key {key!r}: wanted parts joined by /, none of them empty or hidden")
 
 
