@@ -207,7 +207,7 @@ def _fit_dcp(config: Config, store: Store) -> importing.Fitted:
     source.blocks = tuple(block for block in source.blocks if block.name in names)
     fitted = _fit_own(config, source, names)
     if left:
-        fitted.told.append(f"left unread, the job says it: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}")
+        fitted.told.append(f"left unread: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}")
     return fitted
 
 

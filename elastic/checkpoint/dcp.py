@@ -10,7 +10,6 @@ import io
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import IO, Any
 
 import numpy as np
@@ -31,6 +30,7 @@ Path = tuple[str | int, ...]
 # ---------------------------------------------------------------- reading
 
 
+# What a pickle can reach is ours alone: one may set attributes of whatever it names, so no type of others is among it.
 class _Plain:
     """In place of a class of DCP's: it takes what was pickled, and does nothing."""
 
@@ -53,11 +53,15 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _joined(*parts: str) -> str:
+    return "/".join(parts)
+
+
 _CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): tuple,  # a built-in type has no attributes to set
     ("torch.serialization", "_get_layout"): _same,
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib._local", "PosixPath"): PurePosixPath,
+    ("pathlib", "PosixPath"): _joined,
+    ("pathlib._local", "PosixPath"): _joined,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Plain,
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"): _Index,
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): _Tensor,
