@@ -23,7 +23,7 @@ def add_parsers(commands: Any) -> None:
     export.add_argument(
         "--dtype", choices=("float16", "bfloat16", "float32"), help="of exported weights; default: as saved"
     )
-    export.add_argument("--file-bytes", type=int, metavar="BYTES", default=5_000_000_000, help="largest file, about")
+    export.add_argument("--file-bytes", type=int, metavar="BYTES", help="largest file, about; default: 5 GB")
     export.set_defaults(command=_export)
     text = "begin a run from weights (Hugging Face Llama) or a checkpoint (safetensors, DCP) of other software"
     import_ = commands.add_parser("import", help=text, description=text)
@@ -37,6 +37,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def _export(parsed: argparse.Namespace) -> int:
+    from elastic.checkpoint.export import FILE_BYTES
     from elastic.interchange import export_run
     from elastic.report import place_of
 
@@ -47,7 +48,7 @@ def _export(parsed: argparse.Namespace) -> int:
         step=parsed.step,
         what=parsed.what,
         dtype=parsed.dtype,
-        file_bytes_max=parsed.file_bytes,
+        file_bytes_max=parsed.file_bytes or FILE_BYTES,
     ):
         _say(line)
     return 0

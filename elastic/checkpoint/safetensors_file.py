@@ -5,7 +5,7 @@ such files as Hugging Face lays them out, with an index that says which file has
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,11 +60,12 @@ class SafetensorsSource:
         sizes = {name: size for name, size in store.list("").items() if name.endswith(".safetensors")}
         weight_map = _weight_map(store)
         files = sorted(sizes) if weight_map is None else sorted(set(weight_map.values()))
-        self.blocks: tuple[Block, ...] = ()
+        blocks: list[Block] = []
         for file in files:
             if file not in sizes:
                 raise CheckpointError(f"{INDEX} names {file}, which is not there; fetch all files of the model")
-            self._open(file, sizes[file])
+            blocks += self._open(file, sizes[file])
+        self.blocks = tuple(blocks)
         lacking = sorted((weight_map or {}).keys() - self._at.keys())
         if lacking:
             raise CheckpointError(f"{INDEX} names {lacking[0]}, which no file has; fetch all files of the model anew")
@@ -81,7 +82,7 @@ class SafetensorsSource:
             raise CheckpointError(f"{file} ends within {window.name}; fetch it anew")
         return np.frombuffer(data, dtype=np.uint8)
 
-    def _open(self, file: str, size: int) -> None:
+    def _open(self, file: str, size: int) -> Iterator[Block]:
         tensors, data_at = _read_header(self._store, file, size)
         for name, entry in tensors.items():
             try:
@@ -107,7 +108,7 @@ class SafetensorsSource:
             if name in self._at:
                 raise CheckpointError(f"{name} is both in {self._at[name][0]} and in {file}; keep one of them")
             self._at[name] = (file, data_at + begin)
-            self.blocks += (block,)
+            yield block
 
 
 def _weight_map(store: Store) -> dict[str, str] | None:

@@ -249,6 +249,30 @@ def test_damage_ends_the_export_and_leaves_nothing(tmp_path: Path) -> None:
     assert [*out.parent.iterdir()] == []
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from elastic.checkpoint.reader import Reader
+from elastic.config import Place
+from elastic.interchange import export_run
+read, turns = Reader.read, iter(range(9))
+Reader.read = lambda self, window: read(self, window) if next(turns, None) is not None else os.kill(os.getpid(), 9)
+export_run(Place.of_directory(Path(sys.argv[1])), to=sys.argv[2], format=sys.argv[3], file_bytes_max=20_000)
+"""
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_a_killed_export_leaves_no_directory_that_looks_complete(tmp_path: Path, form: str) -> None:
+    config, out = job(tmp_path), tmp_path / "out" / "it"
+    seeded(config)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(config.run_dir()), str(out), form], cwd=ROOT, timeout=60)
+    assert done.returncode == -9
+    (left,) = out.parent.iterdir()
+    assert left.name.startswith(".it-incomplete-") and [*left.iterdir()]
+    assert not (left / INDEX).exists() and not (left / ".metadata").exists()
+    export_run(config.place(), to=str(out), format=form)  # type: ignore[arg-type]
+
+
 def test_to_and_from_a_url_the_index_last(tmp_path: Path) -> None:
     config, url = job(tmp_path), "memory://bucket/hf"
     model = seeded(config)
@@ -278,22 +302,25 @@ def test_a_target_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "empty" / INDEX).exists()
 
 
+# Not getrusage: what it tells includes the process that this one was forked from.
 MEASURED = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from elastic.interchange import export_run
 from elastic.config import Place
+def peak_kib():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 if sys.argv[3] == "dcp":
     import torch.distributed.checkpoint
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before_kib = peak_kib()
 export_run(Place.of_directory(Path(sys.argv[1])), to=sys.argv[2], format=sys.argv[3], what="all")
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, "torch" in sys.modules, "ray" in sys.modules)
+print((peak_kib() - before_kib) >> 10, "torch" in sys.modules, "ray" in sys.modules)
 """
 
 
 @pytest.mark.parametrize("form", ["safetensors", "dcp"])
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, form: str) -> None:
-    config, (big, wide) = job(tmp_path, task="mine.py:T"), ((80 << 20, 2), (2, 80 << 20))
+    config, (big, wide) = job(tmp_path, task="mine.py:T"), ((160 << 20, 2), (8, 20 << 20))
     names = {"model.big": big, "model.wide": wide}
     blocks = [whole(name, "uint8", shape) for name, shape in names.items()]
     parts = [(w, lambda w=w: np.ones(w.nbytes, dtype=np.uint8)) for b in blocks for w in importing.windows(b)]
@@ -305,7 +332,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, form: str) -> 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     grown_mib, torch_loaded, ray_loaded = done.stdout.split()
-    assert int(grown_mib) < 200, "of 320 MiB; one row of `wide` has 80"
+    assert int(grown_mib) < 180, "of 480 MiB"
     assert (torch_loaded, ray_loaded) == (str(form == "dcp"), "False")
 
 
