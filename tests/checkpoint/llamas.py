@@ -139,5 +139,5 @@ def restore_rank(rank: int, world: int, config: Config) -> State:
     manifest = CommitLog(store).newest()
     assert manifest is not None
     arena = Arena.create(own_bytes=64, received_bytes=64, received_buffers=0)
-    restore(found, restore_plan(manifest), rank=rank, arena=arena, store=store, token="")
+    restore(found, restore_plan(manifest), rank=rank, world=world, arena=arena, store=store, token="")
     return full(found)

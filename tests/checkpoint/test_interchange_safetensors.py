@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from elastic.checkpoint import importing, llama
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.reader import whole
+from elastic.checkpoint.reader import Reader, whole
 from elastic.checkpoint.safetensors_file import INDEX
 from elastic.checkpoint.save import entries
 from elastic.checkpoint.store import DirectoryStore, store_at
@@ -111,6 +111,20 @@ def test_an_uneven_checkpoint_goes_out_and_comes_back_bit_for_bit(tmp_path: Path
     assert (manifest.key.step, manifest.samples, manifest.about.run) == (0, 0, "new")
     assert all(equal(each, want) for each in run(2, restore_rank, new))
     assert choose(new, Resume()).origin == "from the checkpoint of step 0 (log entry 1, attempt 1)"
+
+
+def test_as_many_shards_as_ranks_are_not_yet_their_layout(tmp_path: Path) -> None:
+    config, new = job(tmp_path), job(tmp_path, run="new")
+    seeded(config)
+    state, manifest = read(config)
+    parts = importing.taken(Reader(store_at(config.place()), manifest), {}, {})
+    half = sum(block.nbytes for block, _ in parts) // 2 + 25_000
+    written = importing.write(
+        store_at(new.place()), parts, about=about(new, "f"), step=3, samples=36, shard_bytes_max=half
+    )
+    assert written.world == 2
+    CommitLog(store_at(new.place())).commit(1, written)
+    assert all(equal(each, state) for each in run(2, restore_rank, new))
 
 
 def hugging_face_forward(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
