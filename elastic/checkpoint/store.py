@@ -19,7 +19,7 @@ from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUna
 from elastic.config import Place, StorageOptions
 
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # full for now, or a mount away
-_TMP = ".tmp-"  # no key has a part that begins with a dot, so a half-written file is never an object
+_TMP = ".tmp-"  # no key has a part that begins so: a half-written file is never an object
 
 
 class Store(Protocol):
