@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic import cli_ckpt
+from elastic import cli_ckpt, cli_interchange
 from elastic.config import Config, ConfigError, ElasticError, TaskError, json_schema, load, resolve
 from elastic.config_text import Text, setting
 
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
             "run", metavar="RUN", help="the run's directory, such as runs/quickstart, or its storage's URL"
         )
         sub.set_defaults(command=command)
-    cli_ckpt.add(commands)
+    cli_ckpt.add(commands, further=[cli_interchange.add_parsers])
     _add_orders(commands)
     return parser
 

@@ -19,7 +19,7 @@ from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUna
 from elastic.config import Place, StorageOptions
 
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # full for now, or a mount away
-_TMP = ".tmp-"  # no key has a part that begins with a dot, so a half-written file is never an object
+_TMP = ".tmp-"  # no key has a part that begins so: a half-written file is never an object
 
 
 class Store(Protocol):
@@ -62,7 +62,8 @@ def store_at(place: Place) -> Store:
 
 
 def check_key(key: str) -> None:
-    if not key or any(part == "" or part.startswith(".") for part in key.split("/")):
+    # .metadata: what makes a folder a checkpoint of torch.distributed.checkpoint.
+    if not key or any(part == "" or (part.startswith(".") and part != ".metadata") for part in key.split("/")):
         raise CheckpointError(f"key {key!r}: wanted parts joined by /, none of them empty or hidden")
 
 

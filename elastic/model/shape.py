@@ -9,6 +9,7 @@ from elastic.config import Model
 
 # A target at which nothing is predicted.
 NO_TARGET = -100
+NORM_EPS = 1e-5
 
 TENSORS_PER_BLOCK = 9  # four of attention, three of the feed-forward, two norms
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from elastic.config import Model
-from elastic.model.shape import NO_TARGET, head_dim
+from elastic.model.shape import NO_TARGET, NORM_EPS, head_dim
 
-_NORM_EPS = 1e-5
 _INIT_STD = 0.02
 
 
@@ -30,7 +29,7 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(model.vocab_size, model.dim)
         self.dropout = nn.Dropout(model.dropout)
         self.layers = nn.ModuleList(Block(model) for _ in range(model.layers))
-        self.norm = nn.RMSNorm(model.dim, eps=_NORM_EPS)
+        self.norm = nn.RMSNorm(model.dim, eps=NORM_EPS)
         self.output = None if model.tie_embeddings else _linear(model.dim, model.vocab_size)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -47,9 +46,9 @@ class Block(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(model.dim, eps=_NORM_EPS)
+        self.attention_norm = nn.RMSNorm(model.dim, eps=NORM_EPS)
         self.attention = Attention(model)
-        self.feed_forward_norm = nn.RMSNorm(model.dim, eps=_NORM_EPS)
+        self.feed_forward_norm = nn.RMSNorm(model.dim, eps=NORM_EPS)
         self.feed_forward = FeedForward(model)
         self.dropout = nn.Dropout(model.dropout)
 
