@@ -134,10 +134,11 @@ class Rank:
         restored = restore(self.entries, plan, rank=self.rank, world=self.world, arena=arena, store=store, token=TOKEN)
         assert not restored.detours, restored.detours
 
-    def new_mover(self, storage: str | None = None) -> None:
-        """One that has fetched nothing yet."""
+    def new_mover(self, directory: str | None = None) -> None:
+        """One that has fetched nothing yet; `directory`: its new storage."""
         self.host.kill_mover()
-        self.host.storage = storage or self.host.storage
+        if directory is not None:
+            self.host.storage = {"url": directory, "options": {}}
         self.host.start_mover()
         self.host.order(partner=None, keep=self.host.arena.board.keep)
 
