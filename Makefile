@@ -11,8 +11,8 @@ train: setup
 	$(VENV)/bin/elastic train $(JOB)
 
 test: setup-dev check
-	$(MAKE) --no-print-directory -j2 -O unit sim
-	$(MAKE) --no-print-directory test-storage process chaos
+	$(MAKE) --no-print-directory -j2 -O unit sim test-storage
+	$(MAKE) --no-print-directory process chaos
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
