@@ -5,13 +5,13 @@ PY := $(VENV)/bin/python
 JOB ?= jobs/quickstart.yaml
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test setup setup-dev check unit sim test-storage process chaos campaign bench clean
+.PHONY: train test setup setup-dev check unit unit-checkpoint unit-rest sim test-storage process chaos campaign bench clean
 
 train: setup
 	$(VENV)/bin/elastic train $(JOB)
 
 test: setup-dev check
-	$(MAKE) --no-print-directory -j2 -O unit sim test-storage
+	$(MAKE) --no-print-directory -j2 -O unit-rest unit-checkpoint sim test-storage
 	$(MAKE) --no-print-directory process chaos
 
 setup: $(VENV)/.installed
@@ -29,8 +29,13 @@ check: setup-dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-unit: setup-dev
-	$(PY) -m pytest tests --ignore=tests/sim --ignore=tests/process --ignore=tests/chaos --ignore=tests/storage
+unit: unit-checkpoint unit-rest
+
+unit-checkpoint: setup-dev
+	$(PY) -m pytest tests/checkpoint
+
+unit-rest: setup-dev
+	$(PY) -m pytest tests $(addprefix --ignore=tests/,checkpoint sim storage process chaos)
 
 sim: setup-dev
 	$(PY) -m pytest tests/sim
