@@ -12,12 +12,11 @@ from typing import Any
 
 import ray
 
-from elastic.cluster import coordinator
+from elastic.cluster import coordinator, reach
 from elastic.cluster.coordinator import MEMORY, NAMESPACE, RunError
 from elastic.config import ElasticError
 from elastic.report import place_of
 
-CONNECT_TIMEOUT_S = 3.0
 ANSWER_TIMEOUT_S = 30.0
 
 
@@ -38,6 +37,8 @@ def status(run: str, address: str | None) -> dict[str, Any]:
 def _coordinator(run: str, address: str | None) -> Iterator[Any]:
     name = place_of(run).directory.name
     reached = address or _address_of(run)
+    if address and (why := reach.unreachable(address)):
+        raise RunError(f"run {name} can't be asked: {why}; give --address of a cluster that runs")
     try:
         ray.init(
             address=reached, namespace=NAMESPACE, log_to_driver=False, logging_level="error", configure_logging=False
@@ -72,14 +73,8 @@ def _address_of(run: str) -> str:
             "give its directory, or its name with --address of its Ray cluster"
         )
     address = str(json.loads((found[0] / MEMORY).read_text())["ray_address"])
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise RunError(
-            f"run {found[0]} is not running: its Ray cluster at {address} does not answer ({error.strerror or error}); "
-            f"`elastic report {found[0]}` tells how it ended"
-        ) from error
+    if why := reach.unreachable(address):
+        raise RunError(f"run {found[0]} is not running: {why}; `elastic report {found[0]}` tells how it ended")
     return address
 
 

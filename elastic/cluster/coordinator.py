@@ -121,7 +121,7 @@ class Progress:
 class Coordinator:
     """One per run. All state belongs to the loop's thread; methods hand it calls and wait for the answers."""
 
-    def __init__(self, config: Config, token: str, asked: Resume) -> None:
+    def __init__(self, config: Config, token: str, asked: Resume, ray_address: str) -> None:
         self._config, self._asked = config, asked
         self._token = token
         self._memory = _Memory(config.run_dir() / MEMORY)
@@ -136,7 +136,6 @@ class Coordinator:
         address = ray.util.get_node_ip_address()
         self._server = Server(token, address, before.get("port", 0))
         self._group: str = before.get("group", "")
-        ray_address = ray.get_runtime_context().gcs_address
         self._memory.write(token=token, port=self._server.endpoint.port, group=self._group, ray_address=ray_address)
         if self._group:
             self._resume()
@@ -340,7 +339,8 @@ def start(config: Config, asked: Resume | None = None, *, name_free_s: float = N
     end the actors of a driver that was killed.
     """
     # num_cpus=0 lands anywhere unless pinned: also on the node that is killed next.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    context = ray.get_runtime_context()
+    here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)
     actor_class = ray.remote(Coordinator).options(
         name=actor_name(config.run),
         namespace=NAMESPACE,
@@ -353,7 +353,7 @@ def start(config: Config, asked: Resume | None = None, *, name_free_s: float = N
     deadline_s = time.monotonic() + name_free_s
     while True:
         try:
-            return actor_class.remote(config, secrets.token_hex(16), asked or Resume())
+            return actor_class.remote(config, secrets.token_hex(16), asked or Resume(), context.gcs_address)
         except ValueError as error:
             if time.monotonic() < deadline_s:
                 time.sleep(NAME_POLL_S)

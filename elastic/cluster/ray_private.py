@@ -40,6 +40,7 @@ def check_version(version: str) -> None:
 check_version(ray.__version__)
 
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private import services
 from ray._private import utils as ray_utils
 from ray.train import BackendConfig, Result, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
@@ -320,6 +321,11 @@ class InPlaceTrainer(DataParallelTrainer):
             self._register_sigint_handler(controller)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())
+
+
+def bootstrap_address(address: str) -> str:
+    """HOST:PORT that `ray.init(address)` would go to. ConnectionError, ValueError: Ray knows none for `address`."""
+    return str(services.canonicalize_bootstrap_address(address) or address)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import ray
 
 from elastic import segments
 from elastic.checkpoint.log import CommitLog
@@ -32,7 +33,7 @@ STEPS = 30
 def head(config: Config, asked: Resume, parent_pid: int) -> None:
     """One submission without Ray: a coordinator, and its only host in the same process."""
     die_with_parent(parent_pid)
-    coordinator = Coordinator(config, f"token-{os.getpid()}", asked)
+    coordinator = Coordinator(config, f"token-{os.getpid()}", asked, ray_address="no Ray here")
     coordinator.begin(f"group-{os.getpid()}")
     reached = coordinator.endpoint()
     settings = HostSettings(
@@ -48,6 +49,7 @@ def head(config: Config, asked: Resume, parent_pid: int) -> None:
     )
     run_host(settings, stopped=lambda: False)
     outcome = coordinator.outcome(LIMIT_S)
+    assert not ray.is_initialized(), "nothing of this test may join, or start, a Ray cluster"
     assert outcome is not None and outcome["phase"] == "finished", outcome
 
 

@@ -1,0 +1,47 @@
+"""An address at which no Ray cluster answers is told at once, not after Ray's minutes of silent tries."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from elastic.cluster import control, reach, session
+from elastic.cluster.coordinator import RunError
+from elastic.config import Config
+
+
+@pytest.fixture
+def dead() -> str:
+    """HOST:PORT at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_only_what_does_not_answer_is_refused(dead: str) -> None:
+    assert reach.unreachable(dead) == f"the Ray cluster at {dead} does not answer (Connection refused)"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert reach.unreachable(f"127.0.0.1:{server.getsockname()[1]}") == ""
+    assert "does not answer" in reach.unreachable("127.0.0.1:99999")
+    assert reach.unreachable("ray://127.0.0.1:1") == "" == reach.unreachable("auto")
+
+
+def test_auto_is_looked_up_as_ray_does(dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(RunError, match=r"can't start: .* find any running Ray instance.*; start one, give --address"):
+        session.run(Config(), address="auto", observers=[], say=lambda _: None)
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text(dead)
+    with pytest.raises(RunError, match=rf"can't start: the Ray cluster at \S+:{dead.split(':')[1]} does not answer"):
+        session.run(Config(), address="auto", observers=[], say=lambda _: None)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:99999")
+    with pytest.raises(RunError, match=r"can't start: the Ray cluster at \S+:99999 does not answer"):
+        session.run(Config(), address="auto", observers=[], say=lambda _: None)
+
+
+def test_train_and_orders_say_so(dead: str) -> None:
+    with pytest.raises(RunError, match=rf"can't start: the Ray cluster at \S+:{dead.split(':')[1]} does not answer"):
+        session.run(Config(), address=dead, observers=[], say=lambda _: None)
+    with pytest.raises(RunError, match=rf"can't be asked: the Ray cluster at {dead} does not answer"):
+        control.status("quickstart", dead)
