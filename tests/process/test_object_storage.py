@@ -47,7 +47,8 @@ def on_s3(path: Path, endpoint: str, **changes: Any) -> Config:
 
 
 def test_a_run_is_stopped_and_goes_on_from_s3_with_another_number_of_hosts(tmp_path: Path, seaweed: Seaweed) -> None:
-    config = on_s3(tmp_path, seaweed.endpoint, steps=40, hosts_max=3)
+    control = {"start_wait_s": 5.0}  # the second time there are fewer hosts than may be
+    config = on_s3(tmp_path, seaweed.endpoint, steps=40, hosts_max=3, control=control)
     with Running(config, tmp_path, nodes=3, hosts_per_node=1) as run:
         run.until(lambda: run.warm(3)() and run.step(5)())
         os.kill(run.pid(1, "trainer"), signal.SIGKILL)

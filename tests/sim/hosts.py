@@ -7,6 +7,7 @@ shards shows at once. Arenas follow the product's own rule for reuse.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from elastic.checkpoint.arena import State, reusable
@@ -23,12 +24,10 @@ GIVE_UP_S = 6.0  # most, until a request to storage that is down is given up
 READ_TIMEOUT_S = 5.0
 
 
+@cache
 def chain(step: int) -> int:
     """The one right state after `step` steps."""
-    value = 17
-    for index in range(step):
-        value = (value * 6_364_136_223_846_793_005 + index) % (1 << 61)
-    return value
+    return 17 if step == 0 else (chain(step - 1) * 6_364_136_223_846_793_005 + step - 1) % (1 << 61)
 
 
 @dataclass(slots=True)
@@ -82,10 +81,10 @@ class SimHost:
     skipped: int = 0
     steps_seen: SnapshotKey | None = None
     finished: bool = False
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return f"{self.node}/{self.slot}.{self.incarnation}"
+    def __post_init__(self) -> None:
+        self.name = f"{self.node}/{self.slot}.{self.incarnation}"
 
     @property
     def ready(self) -> bool:
