@@ -54,6 +54,7 @@ chaos: setup-dev
 campaign: setup-dev
 	$(PY) -m pytest --hypothesis-profile=campaign --timeout=600 $$(grep -rl hypothesis.strategies tests)
 	$(PY) -m tests.sim 300 2300
+	$(PY) -m tests.storage.crash_campaign --seed 100 --rounds 10
 
 bench: setup-dev
 	$(PY) -m bench.recovery

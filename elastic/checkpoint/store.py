@@ -13,13 +13,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
 from elastic.config import Place, StorageOptions
 
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # full for now, or a mount away
 _TMP = ".tmp-"  # no key has a part that begins so: a half-written file is never an object
+FOLDERS_MAX = 1000  # of which it is remembered that they are durable
+OPEN_TRIES = 10
 
 
 class Store(Protocol):
@@ -73,6 +75,7 @@ class DirectoryStore:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._names = itertools.count()
+        self._durable: set[Path] = set()
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         with self._written_aside(key, data) as (aside, path):
@@ -138,8 +141,7 @@ class DirectoryStore:
         path = self._path(key)
         aside = path.with_name(f"{_TMP}{os.getpid()}-{threading.get_ident()}-{next(self._names)}-{path.name}")
         try:
-            _make_directories(path.parent)
-            with aside.open("wb") as file:
+            with self._opened(aside) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -151,6 +153,31 @@ class DirectoryStore:
         finally:
             if aside.exists():
                 aside.unlink()
+
+    def _opened(self, aside: Path) -> IO[bytes]:
+        """In a folder that is durable. Whoever deletes a folder's last object removes the folder too, at any time."""
+        for left in reversed(range(OPEN_TRIES)):
+            try:
+                self._make_directory(aside.parent)
+                return aside.open("wb")
+            except (FileNotFoundError, FileExistsError):  # also mkdir's, of a folder that is gone when it looks again
+                self._durable.clear()
+                if not left:
+                    raise
+        raise AssertionError
+
+    def _make_directory(self, folder: Path) -> None:
+        """Down from the root each is synced, also where it is there: who made it may have died before that."""
+        if folder in self._durable:
+            return
+        if self._root in folder.parents or not folder.parent.is_dir():
+            self._make_directory(folder.parent)
+        folder.mkdir(exist_ok=True)
+        with suppress(PermissionError):  # the root's parent may be one that only others may read
+            _sync_directory(folder.parent)
+        if len(self._durable) >= FOLDERS_MAX:
+            self._durable.clear()
+        self._durable.add(folder)
 
 
 def _written_s(path: Path) -> float:
@@ -168,14 +195,6 @@ def _refuse_to_list(error: OSError) -> None:
 
 def _failure(error: OSError) -> type[CheckpointError]:
     return StorageUnavailable if error.errno in _MAY_PASS else CheckpointError
-
-
-def _make_directories(folder: Path) -> None:
-    if folder.is_dir():
-        return
-    _make_directories(folder.parent)
-    folder.mkdir(exist_ok=True)
-    _sync_directory(folder.parent)
 
 
 def _sync_directory(folder: Path) -> None:

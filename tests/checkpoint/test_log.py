@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,19 @@ def test_a_file_half_written_is_no_object(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/.tmp-1-2-3-0.bin").write_bytes(b"half")
     assert DirectoryStore(tmp_path).list("data/") == {}
+
+
+def test_a_folder_that_another_writer_empties_is_made_again(tmp_path: Path) -> None:
+    """As when all hosts probe one directory at once: whoever deletes the last object takes the folder away."""
+
+    def churn(name: str) -> None:
+        store = DirectoryStore(tmp_path)
+        for _ in range(300):
+            store.put(f"probe/{name}", b"x")
+            store.delete(f"probe/{name}")
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(churn, "abcd")) == [None] * 4
 
 
 def test_what_storage_refuses_is_said(tmp_path: Path) -> None:
