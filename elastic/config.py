@@ -121,15 +121,19 @@ class Snapshot(Section):
     """Copies in host memory, with a second copy in another failure domain.
 
     `interval_steps`: so many steps apart; 0: as often as they cost at most `cost_max` of the step time.
-
     `sources_max`: how many other ranks' shards one host can hold (two buffers each). 1 serves equal nodes;
     after the loss of hosts the remaining ones of the smaller node hold more.
+
+    `disk`: a directory on each node's own disk, empty: none. Safe snapshots there outlive the loss of all memory.
+    `disk_interval_steps`: at least so many steps apart; 0: as often as the disks keep up.
     """
 
     interval_steps: int = Field(0, ge=0)
     cost_max: float = Field(0.01, gt=0, le=1)
     partner: bool = True
     sources_max: int = Field(2, ge=1)
+    disk: str = Field("", pattern="^(/.*)?$")
+    disk_interval_steps: int = Field(0, ge=0)
 
 
 class Checkpoint(Section):

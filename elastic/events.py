@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from elastic.plan import Assignment, Endpoint, Member, RestorePlan, SnapshotKey
+from elastic.plan import Assignment, DiskOrder, Endpoint, Member, RestorePlan, SnapshotKey, Stretch
 
 ExitKind = Literal["lost", "peer", "storage", "user", "stopped", "paused", "done"]
 
@@ -24,7 +24,7 @@ class Exit:
     lost: killed or crashed by something that is not us (code or signal say which).
     peer: a collective, the rendezvous or a restore failed because of another host; this one is never blamed.
     `blame`: that host's id, where it is known (the source that could not be read). `damaged`: the committed checkpoint
-    that it was to start from is not what was committed.
+    or the snapshot on a disk that it was to start from is not what was written.
     storage: it did not answer a restore. user: an exception in the task's code; `detail` is the traceback's tail.
     stopped: killed by the host on an order. paused, done: ended by itself at a step boundary, state in the arena.
     """
@@ -52,14 +52,16 @@ class TrainerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """One shard in one arena: rank `rank` of the `world` ranks of layout `key.generation`."""
+    """One shard in an arena or on the node's disk: rank `rank` of the `world` ranks of layout `key.generation`.
+    attempt: that wrote it to disk."""
 
     key: SnapshotKey
     rank: int
     world: int
-    tier: Literal["own", "received"]
+    tier: Literal["own", "received", "disk"]
     sealed: bool
     nbytes: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class Uploaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadFailure:
-    """The newest upload that failed on a host, the `number`-th of them."""
+    """The newest upload (or write to the node's disk) that failed on a host, the `number`-th of them."""
 
     key: SnapshotKey
     reason: str
@@ -166,6 +168,7 @@ class Report:
     steps: tuple[StepRecord, ...] = ()
     uploads: tuple[Uploaded, ...] = ()
     upload_failure: UploadFailure | None = None
+    disk_failure: UploadFailure | None = None
     skipped: int = 0
     pids: dict[str, int] = field(default_factory=dict)
     check: NodeCheck | None = None
@@ -181,8 +184,8 @@ class Order:
     `running`: it was sent before. drain: pause at the next step boundary. keep: the newest safe snapshot; older
     ones may be overwritten. upload: copy this sealed own shard to storage. steps_seen: the newest record of that
     generation that is in the journal. finish: the run is over, end. evicted: this incarnation is no longer a member
-    of the run; kill, forget and come back as a new host. neighbours: whom to try the network with, the first that
-    answers is enough.
+    of the run; kill, forget and come back as a new host. neighbours: whom to try the network with, one that answers is
+    enough. disk: what is to lie on the node's.
     """
 
     host: str
@@ -198,6 +201,7 @@ class Order:
     evicted: bool = False
     finish: bool = False
     neighbours: tuple[Member, ...] = ()
+    disk: DiskOrder | None = None
 
 
 # ---------------------------------------------------------------- facts: the input of `decide`
@@ -207,8 +211,8 @@ class Order:
 class RunStarted:
     """An attempt began. `durable`: the checkpoint that it starts from, None: the seed. `older`: those before it, newest
     first. `generation`: the highest that any earlier attempt is known to have used; numbers are never used twice.
-    `origin`: from what, and why from nothing newer. `changes`: what was allowed to differ from the configuration of the
-    attempt before."""
+    `origin`: from what, and why from nothing newer. `changes`: what was allowed to differ from the configuration.
+    `disk`: the run's folder on the nodes' disks, "": none. `line`: what of earlier attempts may be used from there."""
 
     run: str
     attempt: int
@@ -217,6 +221,8 @@ class RunStarted:
     older: tuple[RestorePlan, ...] = ()
     origin: str = ""
     changes: tuple[str, ...] = ()
+    disk: str = ""
+    line: tuple[Stretch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +247,7 @@ class HostGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSilent:
-    """Nothing was heard of a host for longer than the limit. A fact, not yet a verdict: `stalled_s` says how long
-    ago any member of the generation last showed progress."""
+    """Nothing was heard of a host for longer than the limit. `stalled_s`: since any member showed progress."""
 
     host: str
     silent_s: float
@@ -284,6 +289,14 @@ class CommitFailed:
     key: SnapshotKey
     reason: str
     fenced_by: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskWritten:
+    """Each shard of `key` lies on the disk of a node; `failed`: why not, "" where it does."""
+
+    key: SnapshotKey
+    failed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,12 +370,12 @@ class Tick:
 
 Event = (
     RunStarted | CoordinatorRestarted | HostReported | HostGone | HostSilent | StepCompleted | StepSafe
-    | UploadCompleted | CheckpointCommitted | CommitFailed | StopRequested | PauseRequested | ResumeRequested
-    | ResizeRequested | CheckpointRequested | SettingChanged | NodeQuarantined | NodeReleased | Tick
+    | UploadCompleted | CheckpointCommitted | CommitFailed | DiskWritten | StopRequested | PauseRequested
+    | ResumeRequested | ResizeRequested | CheckpointRequested | SettingChanged | NodeQuarantined | NodeReleased | Tick
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (*Event.__args__, Report, Order, Assignment, StepRecord)
+    kind.__name__: kind for kind in (*Event.__args__, Report, Order, Assignment, DiskOrder, Holding, StepRecord)
 }
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {}
 

@@ -66,12 +66,13 @@ class ShardSource:
     """One place where the shard of `rank` (of the snapshot's own layout) can be read.
 
     tier "own": the arena buffer that this rank's trainer wrote, on `host`; "received": a partner copy in the
-    arena of `host`; "storage": an object of a committed checkpoint. `endpoint` is the mover that serves it; of an
-    object in storage, the one that fetches it for all, None: each for itself.
+    arena of `host`; "disk": `object` on the disk of `host`'s node; "storage": an object of a committed checkpoint.
+    `endpoint` is the mover that serves it; of an object in storage, the one that fetches it for all, None: each for
+    itself.
     """
 
     rank: int
-    tier: Literal["own", "received", "storage"]
+    tier: Literal["own", "received", "disk", "storage"]
     host: str
     endpoint: Endpoint | None
     object: str
@@ -84,6 +85,33 @@ class RestorePlan:
     key: SnapshotKey
     world: int
     sources: tuple[ShardSource, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Steps `first` to `last`, as `generation` of `attempt` completed them."""
+
+    attempt: int
+    generation: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOrder:
+    """What of a run is to lie on the disk of a node, in `folder` of `snapshot.disk`. write: this snapshot next. keep:
+    the newest that are whole; what is older than all of them is deleted. remove: all of it, at the end."""
+
+    folder: str
+    attempt: int
+    write: SnapshotKey | None = None
+    keep: tuple[SnapshotKey, ...] = ()
+    remove: bool = False
+
+
+def shard_object(attempt: int, key: SnapshotKey, rank: int) -> str:
+    """The name of the bytes of one rank's shard, in storage and on a node's disk."""
+    return f"data/{attempt}-{key.generation}-{key.step}/{rank}.bin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,10 @@ from elastic.checkpoint.store import Store, open_store, store_at
 from elastic.config import BUILT_IN_TASK, Config, ConfigError, Model, Place
 from elastic.events import Uploaded
 from elastic.model.shape import tensor_sizes
+from elastic.plan import Stretch
 from elastic.telemetry.lineage import lineage
+
+FIRST_ENTRY = "log/00000001.json"  # never deleted, and no two are the same
 
 # What may differ between the attempts of a run. The rest is what is computed; a new key is that until it stands here.
 SAFE = (
@@ -115,7 +118,7 @@ def _go_on(config: Config, asked: Resume) -> Start:
     changes = _check(config, manifest, saved_config(store), asked)
     other = f" of run {manifest.about.run}" if manifest.about.run != config.run else ""
     told = f"from the checkpoint of step {manifest.key.step}{other} (log entry {entry.number}, attempt {entry.attempt})"
-    newer = _why_not_newer(config, log, entry) if asked.point == "auto" else _given_up(log, entry)
+    newer = _newer(config, log, entry) if asked.point == "auto" else _given_up(log, entry)
     base = None if asked.point == "auto" else entry.number
     return Start(origin="; ".join([told, *damaged, *newer]), step=manifest.key.step, base=base, changes=changes)
 
@@ -132,14 +135,52 @@ def _of_step(config: Config, log: CommitLog, step: int) -> Entry:
     return max(found, key=lambda entry: (entry.number in line, entry.number))
 
 
-def _why_not_newer(config: Config, log: CommitLog, entry: Entry) -> Iterator[str]:
+def _newer(config: Config, log: CommitLog, entry: Entry) -> Iterator[str]:
+    """What there is, or was, that is newer."""
     line = {other.number for other in log.line()}
     if left := [other for other in log.checkpoints() if other.number > entry.number and other.number not in line]:
         yield f"the run went back from its checkpoints of steps {_steps(left)}"
+    if stretches := disk_line(config, log):
+        yield f"or from a newer one, up to step {stretches[-1].last}, if the nodes' disks have it whole"
+        return
     records = lineage(segments.entries(config.place()))
     if records and records[-1]["attempt"] >= log.branch() and records[-1]["step"] > _manifest(entry).key.step:
         last = records[-1]["step"]
         yield f"step {last} was the last completed, its state was only in the memory of hosts that are gone"
+
+
+def disk_line(config: Config, log: CommitLog) -> tuple[Stretch, ...]:
+    """Which snapshots that earlier attempts wrote to the nodes' disks the run may go on from, in the order of steps.
+
+    Only what its present state descends from, beyond the newest checkpoint and without a gap in the journal: so that
+    each sample that was used has its record. Nothing where the run went back, also from a checkpoint that is damaged.
+    Without any checkpoint nothing, too: there is none to hold configuration and data against.
+    """
+    entry, found = log.newest_entry(), list[Stretch]()
+    if entry is None or entry != log.line()[0] or not config.snapshot.disk:
+        return ()
+    step, branch = _manifest(entry).key.step, log.branch()
+    for record in lineage(segments.entries(config.place())):
+        if record["step"] <= step:
+            continue
+        if record["step"] != step + 1 or record["attempt"] < branch or record["step"] > config.steps:
+            break
+        step, attempt, generation = record["step"], record["attempt"], record["generation"]
+        if found and (found[-1].attempt, found[-1].generation) == (attempt, generation):
+            found[-1] = replace(found[-1], last=step)
+        else:
+            found.append(Stretch(attempt=attempt, generation=generation, first=step, last=step))
+    return tuple(found)
+
+
+def disk_folder(config: Config, store: Store) -> str:
+    """Of the run, on the nodes' disks: its name, and what tells it from an earlier run of that name. "": none."""
+    if not config.snapshot.disk:
+        return ""
+    try:
+        return f"{config.run}-{hashlib.sha256(store.get(FIRST_ENTRY)).hexdigest()[:12]}"
+    except ObjectMissing:
+        return ""  # somebody deleted it: then it is as safe as it can be, without
 
 
 def _given_up(log: CommitLog, entry: Entry) -> Iterator[str]:

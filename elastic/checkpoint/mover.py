@@ -7,11 +7,13 @@ lines over the control socket. Host to mover, the first line saying the run's to
     {"token": t, "storage": {"url", "options"}}
     {"generation": g, "rank": r, "world": w, "attempt": a, "partner": {"address", "port"} | null}
     {"upload": {"generation": g, "step": s}}   {"seal": true}
+    {"disk": root, "order": a DiskOrder}                              what is to lie below that directory
     {"try": [{"host", "address", "port"}, ...], "limit_s": seconds}   exchange bytes with the first that answers
 
 Mover to host: {"ready": true}, {"changed": true} when any holding changed, {"sealed": true} when all that
-was written is sealed, {"uploaded": ...} (see `uploaded_of`), {"failed": what, "reason": sentence, "key": of
-an upload}, {"tried": {"link_to": host or "", "link_ms", "link_mbs", "unreached": {host: why}}}.
+was written is sealed, {"uploaded": ...} (see `uploaded_of`), {"on disk": [Holding, ...]} after each order of it,
+{"failed": what, "reason": sentence, "key": of an upload or a write to disk}, {"tried": {"link_to": host or "",
+"link_ms", "link_mbs", "unreached": {host: why}}}.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -34,14 +38,15 @@ import numpy as np
 
 from elastic.checkpoint.arena import Arena, Buffer, State
 from elastic.checkpoint.blocks import SUB_BLOCK
+from elastic.checkpoint.disk import OnDisk
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.peers import Partner, Peers, exchange
 from elastic.checkpoint.read_through import ReadThrough
-from elastic.checkpoint.shard import of_buffer, table_object, to_object
+from elastic.checkpoint.shard import of_buffer, put_shard
 from elastic.checkpoint.store import Store, open_store
 from elastic.checkpoint.wire import ECHO_BYTES_MAX
 from elastic.config import StorageOptions
-from elastic.events import Uploaded
+from elastic.events import Uploaded, from_json
 from elastic.plan import Endpoint, SnapshotKey
 
 TOKEN_S = 30.0
@@ -87,6 +92,7 @@ class Mover:
         self._changed_call: asyncio.TimerHandle | None = None
         self._sender: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pins: Counter[Buffer] = Counter()
 
     async def run(self, control: socket.socket) -> None:
         """Ends when the host closes the control socket."""
@@ -101,11 +107,13 @@ class Mover:
         options = StorageOptions.model_validate(told["storage"]["options"])
         self._store = open_store(told["storage"]["url"], options)
         room = sum(len(buffer.room) for buffer in self._arena.own)
-        stored = ReadThrough(self._store, bytes_max=max(room, KEPT_BYTES_MIN), deadline_s=options.deadline_s)
-        self._peers = Peers(self._arena, stored, self._token, self._changed)
+        bytes_max = max(room, KEPT_BYTES_MIN)
+        stored = ReadThrough(self._store, bytes_max=bytes_max, deadline_s=options.deadline_s)
+        self._on_disk = OnDisk(self._arena, self._pinned, self._tell, bytes_max=bytes_max)
+        self._peers = Peers(self._arena, stored, self._on_disk, self._token, self._changed)
         asyncio.get_running_loop().add_reader(self._wake, self._on_wake)
         self._tell({"ready": True})
-        for job in (self._accept(), self._seal_when_written(), self._upload_when_wanted()):
+        for job in (self._accept(), self._seal_when_written(), self._upload_when_wanted(), self._on_disk.run()):
             self._start(job)
         while line := await reader.readline():
             self._obey(json.loads(line))
@@ -158,6 +166,8 @@ class Mover:
             self._news["upload"].set()
         elif "seal" in message:
             self._start(self._seal_now())
+        elif "disk" in message:
+            self._on_disk.obey(message["disk"], from_json(message["order"]))
         elif "try" in message:
             self._start(self._try_network(message["try"], message["limit_s"]))
         else:
@@ -309,26 +319,29 @@ class Mover:
         if buffer is None:
             self._fail("upload", f"{key} is not in this host's arena any more", key)
             return None
-        sequence = buffer.sequence
+        rank, attempt, sequence = buffer.rank, self._attempt, buffer.sequence
+        with self._pinned(buffer):
+            try:
+                # Without a limit of its own: the thread would go on, and the next upload run beside it.
+                name, nbytes = await asyncio.to_thread(
+                    put_shard, self._store, buffer, key, sequence=sequence, attempt=attempt
+                )
+            except (OSError, TimeoutError, CheckpointError) as error:
+                self._fail("upload", _say(error), key)
+                return None
+        return Uploaded(key=key, rank=rank, object=name, nbytes=nbytes)
+
+    @contextmanager
+    def _pinned(self, buffer: Buffer) -> Iterator[None]:
+        """No reuse while something is read from it, by an upload and a write to disk at the same time, too."""
+        self._pins[buffer] += 1
         buffer.pin(self._incarnation)
         try:
-            # Without a limit of its own: the thread would go on, and the next upload run beside it.
-            return await asyncio.to_thread(self._put, buffer, key, sequence, self._attempt)
-        except (OSError, TimeoutError, CheckpointError) as error:
-            self._fail("upload", _say(error), key)
-            return None
+            yield
         finally:
-            buffer.unpin()
-
-    def _put(self, buffer: Buffer, key: SnapshotKey, sequence: int, attempt: int) -> Uploaded:
-        """In a worker thread: data first, then the table that makes it readable."""
-        shard, name = of_buffer(buffer), f"data/{attempt}-{key.generation}-{key.step}/{buffer.rank}.bin"
-        shard.verify(buffer.data, [(0, shard.nbytes)], where="own arena")
-        self._store.put(name, buffer.view)
-        if buffer.sequence != sequence or shard.key != key:
-            raise CheckpointError("the buffer was reused during the upload")
-        self._store.put(table_object(name), to_object(shard))
-        return Uploaded(key=key, rank=shard.rank, object=name, nbytes=shard.nbytes)
+            self._pins[buffer] -= 1
+            if not self._pins[buffer]:
+                buffer.unpin()
 
     def _fail(self, what: str, reason: str, key: SnapshotKey | None = None) -> None:
         self._tell({"failed": what, "reason": reason, "key": asdict(key) if key else None})

@@ -21,7 +21,8 @@ import numpy as np
 
 from elastic.checkpoint.arena import Arena, Buffer, State
 from elastic.checkpoint.blocks import SUB_BLOCK
-from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
+from elastic.checkpoint.disk import OnDisk
+from elastic.checkpoint.errors import CheckpointError, Damaged, StorageUnavailable
 from elastic.checkpoint.pipe import Pipe
 from elastic.checkpoint.read_through import PART_BYTES, PARTS_AT_ONCE, ReadThrough, in_parts
 from elastic.checkpoint.shard import Shard, facts_nbytes, is_small, key_of, of_buffer, of_header
@@ -128,9 +129,12 @@ class _Arrived:
 class Peers:
     """Serves every peer that knows the token. `changed` is called when a received shard appeared or went."""
 
-    def __init__(self, arena: Arena, stored: ReadThrough, token: str, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, arena: Arena, stored: ReadThrough, on_disk: OnDisk, token: str, changed: Callable[[], None]
+    ) -> None:
         self._arena = arena
         self._stored = stored
+        self._on_disk = on_disk
         self._token = token
         self._changed = changed
         self._filling: set[int] = set()  # indices of received buffers that a connection is writing
@@ -165,22 +169,32 @@ class Peers:
             if "push" in request:
                 await self._receive(pipe, request["push"], is_whole=request.get("whole", False))
             elif "describe" in request:
-                await self._describe(pipe, key_of(request["describe"]), request["rank"], request["object"])
+                await self._describe(pipe, key_of(request["describe"]), request)
             elif "echo" in request:
                 await self._return(pipe, request["echo"])
             elif "read" in request:
-                key, rank, spans = key_of(request["read"]), request["rank"], request["spans"]
-                await self._read(pipe, key, rank, spans, request["object"])
+                await self._read(pipe, key_of(request["read"]), request)
             else:
                 raise CheckpointError(f"unknown request {sorted(request)}; do both sides run the same version?")
         except StorageUnavailable as error:
             await pipe.tell({"error": str(error), "storage": True})
         except CheckpointError as error:
-            await pipe.tell({"error": str(error)})
+            await pipe.tell({"error": str(error), "damaged": isinstance(error, Damaged)})
 
-    async def _describe(self, pipe: Pipe, key: SnapshotKey, rank: int, name: str) -> None:
+    def _source(self, request: dict[str, Any]) -> ReadThrough:
+        if not request.get("disk"):
+            return self._stored
+        if self._on_disk.reads is None:
+            raise CheckpointError("this mover was not told where on its disk the run's snapshots lie")
+        return self._on_disk.reads
+
+    async def _describe(self, pipe: Pipe, key: SnapshotKey, request: dict[str, Any]) -> None:
+        rank, name = request["rank"], request["object"]
         buffer = self._sealed(key, rank, name)
-        shard = of_buffer(buffer) if buffer else await _patiently(pipe, self._stored.shard(name, key, rank))
+        if buffer is not None:
+            shard = of_buffer(buffer)
+        else:
+            shard = await _patiently(pipe, self._source(request).shard(name, key, rank))
         await pipe.tell(shard.header())
         await pipe.send(shard.facts())
 
@@ -203,12 +217,14 @@ class Peers:
         await pipe.tell({"nbytes": nbytes})
         await pipe.send(memoryview(data))
 
-    async def _read(self, pipe: Pipe, key: SnapshotKey, rank: int, spans: list[tuple[int, int]], name: str) -> None:
+    async def _read(self, pipe: Pipe, key: SnapshotKey, request: dict[str, Any]) -> None:
+        rank, name, spans = request["rank"], request["object"], request["spans"]
         buffer = self._sealed(key, rank, name)
         if buffer is None:
-            shard = await _patiently(pipe, self._stored.shard(name, key, rank))
+            source = self._source(request)
+            shard = await _patiently(pipe, source.shard(name, key, rank))
             _check_spans(spans, shard.nbytes)
-            await self._relay(pipe, name, shard, spans)
+            await _relay(pipe, source, name, shard, spans)
             return
         sequence, data = buffer.sequence, buffer.view
         _check_spans(spans, len(data))
@@ -217,16 +233,6 @@ class Peers:
             await pipe.send(data[start:stop])
         if buffer.sequence != sequence:  # the reader's CRCs would find it as well; this says it sooner
             raise ConnectionAbortedError("the buffer was reused while it was read")
-
-    async def _relay(self, pipe: Pipe, name: str, shard: Shard, spans: list[tuple[int, int]]) -> None:
-        """From storage, as the parts come; the next ones are fetched meanwhile."""
-        pieces = in_parts(spans)
-        for i, (number, start, stop) in enumerate(pieces):
-            for ahead, *_ in pieces[i + PARTS_AT_ONCE - 1 : i + PARTS_AT_ONCE] if i else pieces[:PARTS_AT_ONCE]:
-                self._stored.part(name, shard, ahead)
-            part = await _patiently(pipe, self._stored.part(name, shard, number))
-            await pipe.tell({"nbytes": stop - start})
-            await pipe.send(memoryview(part)[start % PART_BYTES : start % PART_BYTES + stop - start])
 
     async def _receive(self, pipe: Pipe, header: dict[str, Any], *, is_whole: bool) -> None:
         arrived = await _rest_of(pipe, header) if is_whole else None  # first: refused or not, the pipe stays in step
@@ -312,6 +318,17 @@ async def _patiently(pipe: Pipe, task: Task[T]) -> T:
         if not task.done():
             await pipe.tell({"wait": True})
     return task.result()
+
+
+async def _relay(pipe: Pipe, source: ReadThrough, name: str, shard: Shard, spans: list[tuple[int, int]]) -> None:
+    """From storage or disk, as the parts come; the next ones are fetched meanwhile."""
+    pieces = in_parts(spans)
+    for i, (number, start, stop) in enumerate(pieces):
+        for ahead, *_ in pieces[i + PARTS_AT_ONCE - 1 : i + PARTS_AT_ONCE] if i else pieces[:PARTS_AT_ONCE]:
+            source.part(name, shard, ahead)
+        part = await _patiently(pipe, source.part(name, shard, number))
+        await pipe.tell({"nbytes": stop - start})
+        await pipe.send(memoryview(part)[start % PART_BYTES : start % PART_BYTES + stop - start])
 
 
 def _check_spans(spans: list[tuple[int, int]], nbytes: int) -> None:

@@ -1,8 +1,8 @@
 """Trainer side of recovery: fills live tensors from a snapshot that may have any other layout.
 
-Near before far: this host's arena by plain copies, then the movers of other hosts, then storage. Everything
-but the own arena is verified by its CRCs, and every element is accounted for before training goes on.
-What several ranks want from storage is fetched by one host's mover for all of them.
+Near before far: this host's arena by plain copies, then the movers of other hosts (their arenas, the disks of their
+nodes), then storage. Everything but the own arena is verified by its CRCs, and every element is accounted for before
+training goes on. What several ranks want from storage is fetched by one host's mover for all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -34,7 +34,7 @@ from elastic.checkpoint.blocks import (
     sub_blocks,
     touched,
 )
-from elastic.checkpoint.errors import CheckpointError, SourceFailed, StateError, StorageUnavailable
+from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, StateError, StorageUnavailable
 from elastic.checkpoint.read_through import stored_bytes, stored_shard
 from elastic.checkpoint.save import REPLICATED_BYTES_MAX, Entry, local, replica, view, wanted
 from elastic.checkpoint.shard import Shard, of_buffer
@@ -44,7 +44,7 @@ from elastic.plan import RestorePlan, ShardSource
 
 Bytes = npt.NDArray[np.uint8]
 Spans = list[tuple[int, int]]
-Place = Literal["own", "received", "peer", "storage", "relayed"]
+Place = Literal["own", "received", "peer", "disk", "storage", "relayed"]
 Target = tuple[Block, torch.Tensor]
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ def _open(source: ShardSource, reach: _Reach) -> _Opened:
         return _open_received(source, buffer, reach)
     if source.tier == "storage":
         return _open_stored(source, reach)
-    return _open_peer(source, reach)
+    return _open_peer(source, reach, _on_disk if source.tier == "disk" else _blaming)
 
 
 def _open_received(source: ShardSource, buffer: Buffer, reach: _Reach) -> _Opened:
@@ -222,17 +222,20 @@ def _open_received(source: ShardSource, buffer: Buffer, reach: _Reach) -> _Opene
     return _opened(source, shard, image, reach)
 
 
-def _open_peer(source: ShardSource, reach: _Reach) -> _Opened:
+def _open_peer(
+    source: ShardSource, reach: _Reach, failing: Callable[[ShardSource], AbstractContextManager[None]]
+) -> _Opened:
+    """From its mover: out of its arena or, of tier "disk", from the disk of its node. `failing`: what that means."""
     if source.endpoint is None:
         raise CheckpointError(f"rank {source.rank}'s shard of {reach.plan.key} is on {source.host}, no address known")
-    with _blaming(source):
+    with failing(source):
         shard = _describe(source, reach)
 
     def image(wanted_spans: Spans) -> tuple[Bytes, Place]:
-        with _blaming(source):
+        with failing(source):
             data = _read(source, shard, wanted_spans, reach)
-        shard.verify(data, wanted_spans, where=f"peer ({source.host})")
-        return data, "peer"
+        shard.verify(data, wanted_spans, where=f"{source.tier} ({source.host})")
+        return data, "disk" if source.tier == "disk" else "peer"
 
     return _opened(source, shard, image, reach)
 
@@ -293,8 +296,20 @@ def _blaming(source: ShardSource) -> Iterator[None]:
     """Say which host it was: the controller looks for its shards elsewhere."""
     try:
         yield
+    except Damaged:
+        raise
     except CheckpointError as error:
         raise SourceFailed(source.host, str(error)) from error
+
+
+@contextmanager
+def _on_disk(source: ShardSource) -> Iterator[None]:
+    """Damaged: the disk does not give what was written there; that is not tried again. Else it is the mover's fault."""
+    with _blaming(source):
+        try:
+            yield
+        except (Damaged, StorageUnavailable) as error:
+            raise Damaged(f"on the disk of {source.host}: {error}") from error
 
 
 def _check_world(rank: int, world: int, plan: RestorePlan) -> None:
@@ -309,13 +324,14 @@ def _client(source: ShardSource, reach: _Reach) -> MoverClient:
 
 def _describe(source: ShardSource, reach: _Reach) -> Shard:
     with _client(source, reach) as client:
-        return client.describe(reach.plan.key, source.rank, stored=source.object)
+        return client.describe(reach.plan.key, source.rank, stored=source.object, disk=source.tier == "disk")
 
 
 def _read(source: ShardSource, shard: Shard, wanted_spans: Spans, reach: _Reach) -> Bytes:
     data = np.empty(shard.nbytes, dtype=np.uint8)  # only the pages that are filled become memory
     with _client(source, reach) as client:
-        client.read(reach.plan.key, source.rank, wanted_spans, data, stored=source.object)
+        disk = source.tier == "disk"
+        client.read(reach.plan.key, source.rank, wanted_spans, data, stored=source.object, disk=disk)
     return data
 
 

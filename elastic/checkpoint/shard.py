@@ -19,7 +19,8 @@ import numpy.typing as npt
 from elastic.checkpoint.arena import Buffer
 from elastic.checkpoint.blocks import SUB_BLOCK, Block, Table, decode_bytes, sub_blocks
 from elastic.checkpoint.errors import CheckpointError, TooNew
-from elastic.plan import SnapshotKey
+from elastic.checkpoint.store import Store
+from elastic.plan import SnapshotKey, shard_object
 from elastic.schema import refusal
 
 SCHEMA = 1
@@ -169,6 +170,20 @@ def of_object(raw: bytes, *, name: str) -> Shard:
     if len(shard.crcs) != sub_blocks(shard.nbytes):
         raise CheckpointError(f"{name} has {len(shard.crcs)} CRCs for {shard.nbytes} bytes")
     return shard
+
+
+def put_shard(store: Store, buffer: Buffer, key: SnapshotKey, *, sequence: int, attempt: int) -> tuple[str, int]:
+    """Write what the sealed `buffer` holds: data first, then the table that makes it readable. Its name and bytes.
+
+    CheckpointError: also where the buffer does not hold write `sequence`, of `key`, any more; nothing readable is left.
+    """
+    shard, name = of_buffer(buffer), shard_object(attempt, key, buffer.rank)
+    shard.verify(buffer.data, [(0, shard.nbytes)], where="own arena")
+    store.put(name, buffer.view)
+    if buffer.sequence != sequence or shard.key != key:
+        raise CheckpointError("the buffer was reused while it was written")
+    store.put(table_object(name), to_object(shard))
+    return name, shard.nbytes
 
 
 def sign(body: dict[str, Any]) -> bytes:

@@ -9,10 +9,12 @@ The first frame is {"hello": token}. Then requests, one at a time:
     {"push": header}    -> {"busy": why} or {"have": true} or {"go": true}; after go: facts, data -> {"done": true}
     {"push": header, "whole": true}, facts, data   (a small shard) -> {"busy": why} or {"have": true} or {"done": true}
 
-With "object": name (of the shard's data in storage) a mover that does not hold the shard fetches it, and keeps it for
-others who ask (read_through.py). Meanwhile it says {"wait": true} now and then: storage is slow, the mover is not dead.
+With "object": name (of the shard's data in storage, or, with "disk": true, on the disk of its node) a mover that does
+not hold the shard fetches it, and keeps it for others who ask (read_through.py). Meanwhile it says {"wait": true} now
+and then: storage is slow, the mover is not dead.
 
-{"error": sentence} answers what can't be done; with "storage": true because storage gave no answer.
+{"error": sentence} answers what can't be done; with "storage": true because storage gave no answer, with "damaged":
+true because what lies there is not what was written.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
+from elastic.checkpoint.errors import CheckpointError, Damaged, StorageUnavailable
 from elastic.checkpoint.shard import Shard, facts_nbytes, of_header
 from elastic.plan import Endpoint, SnapshotKey
 
@@ -51,7 +53,7 @@ def frame_length(raw: bytes | bytearray, limit: int = FRAME_BYTES_MAX) -> int:
 
 
 def parse(raw: bytes | bytearray) -> dict[str, Any]:
-    """CheckpointError: not a JSON object, or one that tells an error (StorageUnavailable: that there is no storage)."""
+    """CheckpointError: not a JSON object, or one that tells an error; StorageUnavailable, Damaged: tells of that."""
     try:
         message = json.loads(raw)
     except ValueError as error:
@@ -59,7 +61,8 @@ def parse(raw: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise CheckpointError(f"a peer sent {type(message).__name__}, wanted a JSON object")
     if "error" in message:
-        raise (StorageUnavailable if message.get("storage") else CheckpointError)(str(message["error"]))
+        told = StorageUnavailable if message.get("storage") else Damaged if message.get("damaged") else CheckpointError
+        raise told(str(message["error"]))
     return message
 
 
@@ -74,7 +77,8 @@ def tune(sock: socket.socket) -> None:
 class MoverClient:
     """A trainer's connection to one mover. CheckpointError: unreachable, silent for `timeout_s`, or refused.
 
-    Where `stored` names the shard's object in storage, the mover may fetch it; StorageUnavailable: it got no answer.
+    Where `stored` names the shard's object in storage (or on its disk), the mover may fetch it; StorageUnavailable: it
+    got no answer; Damaged: it found other bytes than were written, or none.
     """
 
     def __init__(self, endpoint: Endpoint, *, token: str, timeout_s: float) -> None:
@@ -87,8 +91,8 @@ class MoverClient:
         tune(self._sock)
         self._send({"hello": token})
 
-    def describe(self, key: SnapshotKey, rank: int, *, stored: str = "") -> Shard:
-        self._send({"describe": [key.generation, key.step], "rank": rank, "object": stored})
+    def describe(self, key: SnapshotKey, rank: int, *, stored: str = "", disk: bool = False) -> Shard:
+        self._send({"describe": [key.generation, key.step], "rank": rank, "object": stored, "disk": disk})
         header = self._frame()
         facts = np.empty(min(facts_nbytes(header), FACTS_BYTES_MAX), dtype=np.uint8)
         self._fill(facts)
@@ -102,9 +106,11 @@ class MoverClient:
         into: npt.NDArray[np.uint8],
         *,
         stored: str = "",
+        disk: bool = False,
     ) -> None:
         """Fills `into[start:stop]` for each span. Nothing is verified here: the caller has the CRCs."""
-        self._send({"read": [key.generation, key.step], "rank": rank, "spans": list(spans), "object": stored})
+        what = {"rank": rank, "spans": list(spans), "object": stored, "disk": disk}
+        self._send({"read": [key.generation, key.step], **what})
         announced, left = 0, sum(stop - start for start, stop in spans)
         for start, stop in spans:
             while start < stop:
@@ -147,7 +153,7 @@ class MoverClient:
         except StorageUnavailable:
             raise
         except CheckpointError as error:
-            raise CheckpointError(f"{self._where}: {error}") from error
+            raise (Damaged if isinstance(error, Damaged) else CheckpointError)(f"{self._where}: {error}") from error
 
     def _fill(self, into: npt.NDArray[np.uint8]) -> None:
         view = into.data

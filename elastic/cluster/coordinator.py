@@ -39,7 +39,7 @@ from elastic.controller.state import TERMINAL, Phase, RunState
 from elastic.data.shards import read_manifest
 from elastic.events import Order, Report
 from elastic.plan import RestorePlan
-from elastic.resume import Resume, about, choose, save_config
+from elastic.resume import Resume, about, choose, disk_folder, disk_line, save_config
 from elastic.segments import FILE, Sealer, recover
 from elastic.telemetry import journal
 
@@ -241,6 +241,8 @@ class Coordinator:
                 older=tuple(durable[1:]),
                 origin=start.origin,
                 changes=start.changes,
+                disk=disk_folder(self._config, store),
+                line=disk_line(self._config, log),
             )
         )
         save_config(self._config, store)  # from here on what the next attempt is compared with

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import time
 from collections import deque
@@ -21,8 +22,8 @@ from elastic.cluster.check import HostCheck
 from elastic.cluster.children import HostError, Mover, Retry, Template, Trainer
 from elastic.cluster.resources import Resources
 from elastic.config import Config
-from elastic.events import Exit, StepRecord, TrainerReport, Uploaded, UploadFailure, from_json
-from elastic.plan import Assignment, SnapshotKey
+from elastic.events import Exit, Holding, StepRecord, TrainerReport, Uploaded, UploadFailure, from_json, to_json
+from elastic.plan import Assignment, DiskOrder, SnapshotKey
 from elastic.telemetry.logs import last_lines, trainer_log
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,9 @@ class Crew:
         self.told = TrainerReport()
         self.records: deque[StepRecord] = deque(maxlen=RECORDS_MAX)
         self.uploads: deque[Uploaded] = deque(maxlen=UPLOADS_MAX)
-        self.upload_failure: UploadFailure | None = None
+        self.failures: dict[str, UploadFailure] = {}  # the newest, of "upload" and "disk"
+        self.on_disk: tuple[Holding, ...] | None = None  # None: not known yet
+        self._disk: tuple[str, DiskOrder] | None = None
         self.changed = True
         self.news = False
         self._assignment: Assignment | None = None
@@ -95,6 +98,17 @@ class Crew:
         """Ask the mover for it; asking again is harmless."""
         if self.mover is not None:
             self.mover.lines.write({"upload": asdict(key)})
+
+    def order_disk(self, order: DiskOrder) -> None:
+        """What is to lie on the node's disk."""
+        wanted = (f"{self._config.snapshot.disk}/{order.folder}", order)
+        if wanted != self._disk:
+            self._disk = wanted
+            self._tell_disk()
+
+    def _tell_disk(self) -> None:
+        if self.mover is not None and self._disk is not None:
+            self.mover.lines.write({"disk": self._disk[0], "order": to_json(self._disk[1])})
 
     # ---------------------------------------------------------------- the turn
 
@@ -152,6 +166,8 @@ class Crew:
         for process in (self.template, self.mover):
             if process is not None:
                 process.end()
+        if self._disk is not None and self._disk[1].remove:
+            shutil.rmtree(self._disk[0], ignore_errors=True)
 
     # ---------------------------------------------------------------- template
 
@@ -243,6 +259,7 @@ class Crew:
                 log_fd=resources.log_fd,
             )
             self._tell_mover()
+            self._tell_disk()
             self.changed = True
 
     def _tell_mover(self) -> None:
@@ -274,14 +291,16 @@ class Crew:
             self.check.hear_link(message["tried"])
         elif "uploaded" in message:
             self.uploads.append(uploaded_of(message["uploaded"]))
+        elif "on disk" in message:
+            self.on_disk = tuple(from_json(raw) for raw in message["on disk"])
         elif "sealed" in message and self.trainer is not None and self.trainer.dead_s is not None:
             self._bury(self.trainer)
         elif "failed" in message:
             log.warning("mover: %s failed: %s", message["failed"], message["reason"])
-            if message["failed"] == "upload":
-                number = 1 + (self.upload_failure.number if self.upload_failure else 0)
-                key = SnapshotKey(**message["key"])
-                self.upload_failure = UploadFailure(key=key, reason=message["reason"], number=number)
+            if message["key"]:
+                before, key = self.failures.get(message["failed"]), SnapshotKey(**message["key"])
+                failure = UploadFailure(key=key, reason=message["reason"], number=1 + (before.number if before else 0))
+                self.failures[message["failed"]] = failure
 
     # ---------------------------------------------------------------- trainer
 

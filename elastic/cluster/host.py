@@ -192,6 +192,8 @@ class _Host:
         if order.host != self._bare.host or (self._order is not None and order.seq <= self._order.seq):
             return
         self._order = order
+        if order.disk is not None and self._settings.config.snapshot.disk:
+            self._crew.order_disk(order.disk)
         if order.assignment is not None and (
             self._assignment is None or self._assignment.generation != order.generation
         ):
@@ -261,21 +263,28 @@ class _Host:
         return replace(
             self._bare,
             seq=self._seq,
-            ready=crew.ready and crew.check.done,
+            ready=crew.ready and crew.check.done and self._is_disk_known(),
             warm=crew.warm,
             mover=resources.endpoint(resources.mover_listener),
             store=resources.endpoint(resources.store_listener),
             trainer=crew.told,
             step=crew.step_of(crew.told.generation),
-            holdings=resources.arena.holdings(),
+            holdings=(*resources.arena.holdings(), *(crew.on_disk or ())),
             steps=self._steps(),
             uploads=tuple(crew.uploads),
-            upload_failure=crew.upload_failure,
+            upload_failure=crew.failures.get("upload"),
+            disk_failure=crew.failures.get("disk"),
             skipped=resources.arena.board.skipped,
             pids=crew.pids(),
             check=crew.check.told,
             sent_s=time.time(),
         )
+
+    def _is_disk_known(self) -> bool:
+        """Before that a run would begin with less than it has."""
+        if not self._settings.config.snapshot.disk:
+            return True
+        return self._order is not None and (self._order.disk is None or self._crew.on_disk is not None)
 
     def _steps(self) -> tuple[StepRecord, ...]:
         """Rank 0's records; the others' once a generation has ended: rank 0's host may be lost, and its own with it."""

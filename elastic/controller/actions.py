@@ -85,6 +85,13 @@ class UploadSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WriteSnapshot:
+    """To the nodes' disks."""
+
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCheckpoint:
     key: SnapshotKey
 
@@ -111,6 +118,7 @@ Action = (
     | RestNode
     | KeepSnapshot
     | UploadSnapshot
+    | WriteSnapshot
     | CommitCheckpoint
     | FinishRun
     | FailRun

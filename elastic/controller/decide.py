@@ -13,9 +13,16 @@ from typing import Any
 from elastic import events
 from elastic.config import Config
 from elastic.config_live import with_settings
-from elastic.controller import admission, checkpoint_pace, durability, generations, recovery, requests
-from elastic.controller.actions import CommitCheckpoint, EvictHost, KeepSnapshot, UploadSnapshot
-from elastic.controller.state import ALIVE, TERMINAL, Decision, Phase, RunState, check
+from elastic.controller import admission, checkpoint_pace, disk, durability, generations, recovery, requests
+from elastic.controller.actions import (
+    Action,
+    CommitCheckpoint,
+    EvictHost,
+    KeepSnapshot,
+    UploadSnapshot,
+    WriteSnapshot,
+)
+from elastic.controller.state import ALIVE, TERMINAL, Decision, Disk, Phase, RunState, check, released
 from elastic.health import silence
 
 GENERATIONS_TOLD_MAX = 64
@@ -60,6 +67,7 @@ def _run_started(state: RunState, event: events.RunStarted, now_s: float, config
         since_s=now_s,
         began_s=now_s,
         durable_at_s=now_s,
+        disk=Disk(folder=event.disk, line=event.line),
     )
     origin = event.origin or (f"from the checkpoint of step {step}" if event.durable else "from the seed")
     changed = f"; changed and allowed: {', '.join(event.changes)}" if event.changes else ""
@@ -144,21 +152,20 @@ def _step_safe(state: RunState, event: events.StepSafe, now_s: float, config: Co
     key = event.key
     if key.generation != state.generation or (state.safe is not None and key <= state.safe):
         return Decision(state=state)
-    after = replace(state, safe=key)
-    if state.upload is not None:
-        # The buffers under upload stay; the newer snapshot is protected by its age anyway.
-        return Decision(state=after)
-    after = replace(after, keep=key)
-    why = durability.why_due(state, key.step, now_s, config)
-    if why is None:
-        return Decision(state=after, actions=(KeepSnapshot(key=key),))
-    pace = checkpoint_pace.upload_began(state.pace)
-    after = replace(after, upload=key, upload_since_s=now_s, checkpoint_wanted=False, pace=pace)
-    return Decision(
-        state=after,
-        actions=(KeepSnapshot(key=key), UploadSnapshot(key=key)),
-        reason=f"checkpoint of step {key.step} is due{why}",
-    )
+    after, actions, reason = replace(state, safe=key), list[Action](), ""
+    why = durability.why_due(state, key.step, now_s, config) if state.upload is None else None
+    if why is not None:
+        pace = checkpoint_pace.upload_began(state.pace)
+        after = replace(after, upload=key, upload_since_s=now_s, checkpoint_wanted=False, pace=pace)
+        actions, reason = [UploadSnapshot(key=key)], f"checkpoint of step {key.step} is due{why}"
+    if disk.is_due(state, key, now_s, config):
+        after = disk.began(after, key, now_s)
+        actions.append(WriteSnapshot(key=key))
+    # The buffers that are copied from stay; the newer snapshot is protected by its age anyway.
+    after = replace(after, keep=released(after))
+    if after.keep == key:
+        actions.insert(0, KeepSnapshot(key=key))
+    return Decision(state=after, actions=tuple(actions), reason=reason)
 
 
 def _upload_completed(state: RunState, event: events.UploadCompleted, _: float, __: Config) -> Decision:
@@ -180,6 +187,10 @@ def _commit_failed(state: RunState, event: events.CommitFailed, now_s: float, _:
     return durability.failed(state, event.reason, now_s)
 
 
+def _disk_written(state: RunState, event: events.DiskWritten, now_s: float, _: Config) -> Decision:
+    return disk.ended(state, event, now_s)
+
+
 def _tick(state: RunState, _: events.Tick, __: float, ___: Config) -> Decision:
     return Decision(state=state)
 
@@ -195,6 +206,7 @@ _TAKE: dict[type[Any], Callable[[RunState, Any, float, Config], Decision]] = {
     events.UploadCompleted: _upload_completed,
     events.CheckpointCommitted: _checkpoint_committed,
     events.CommitFailed: _commit_failed,
+    events.DiskWritten: _disk_written,
     **dict.fromkeys(requests.KINDS, requests.take),
     events.Tick: _tick,
 }
@@ -239,9 +251,10 @@ def _starting(state: RunState, now_s: float, config: Config) -> Decision:
 def _running(state: RunState, now_s: float, config: Config) -> Decision:
     if (paused := generations.all_paused(state)) is not None:
         return generations.paused(state, paused, now_s, config)
-    late = durability.give_up_if_late(state, now_s, config)
-    if late.state is not state:
-        return late
+    for give_up_if_late in (durability.give_up_if_late, disk.give_up_if_late):
+        late = give_up_if_late(state, now_s, config)
+        if late.state is not state:
+            return late
     return _drain_if_due(state, now_s, config)
 
 

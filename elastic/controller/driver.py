@@ -18,7 +18,7 @@ from elastic.controller.actions import CommitCheckpoint, EvictHost, UploadSnapsh
 from elastic.controller.decide import decide, effective
 from elastic.controller.membership import hosts_wanted, needed_nodes
 from elastic.controller.orders import order_for, orders_for
-from elastic.controller.safety import SafetyFold, UploadFold
+from elastic.controller.safety import DiskFold, SafetyFold, UploadFold
 from elastic.controller.state import ALIVE, TERMINAL, Phase, RunState
 from elastic.events import HostGone, Order, Report, Uploaded
 from elastic.plan import SnapshotKey
@@ -63,6 +63,7 @@ class _Heard:
     sent: Order | None = None
     sent_s: float = 0.0
     upload_failures: int = 0
+    disk_failures: int = 0
     silence_told_s: float = 0.0
     clock_ahead_s: float = float("-inf")
 
@@ -88,6 +89,7 @@ class Driver:
         self._heard: dict[str, _Heard] = {}
         self._safety = SafetyFold(self.state.assignments)
         self._uploads = UploadFold()
+        self._on_disk: DiskFold | None = None
         self._submitted: tuple[SnapshotKey, float] | None = None
         self._held_out: deque[tuple[SnapshotKey, float]] = deque(maxlen=EVALUATIONS_MAX)
         self._order_seq = 0
@@ -166,20 +168,32 @@ class Driver:
         if safe is not None:
             self.take(events.StepSafe(key=safe))
         self._uploads.observe(report)
+        self._hear_disk(report)
         self._hear_failure(heard, report)
         told = _told(report)
         if heard.told != told or report.host in self.state.silent:
             heard.told = told
             self.take(events.HostReported(report=significant(_with_clock(report, heard.clock_ahead_s))))
 
-    def _hear_failure(self, heard: _Heard, report: Report) -> None:
-        """A new one, of what is being uploaded: the first host that fails ends the try."""
-        failure = report.upload_failure
-        if failure is None or failure.number == heard.upload_failures:
+    def _hear_disk(self, report: Report) -> None:
+        key = self.state.disk.writing
+        if key is None:
             return
-        heard.upload_failures = failure.number
-        if failure.key == self.state.upload:
-            self.take(events.CommitFailed(key=failure.key, reason=f"{report.host}: {failure.reason}"))
+        if self._on_disk is None or self._on_disk.key != key:
+            self._on_disk = DiskFold(key, self.state.attempt)
+        if self._on_disk.observe(report, len(self.state.members)):
+            self.take(events.DiskWritten(key=key))
+
+    def _hear_failure(self, heard: _Heard, report: Report) -> None:
+        """A new one, of what is being copied: the first host that fails ends the try."""
+        upload, disk = report.upload_failure, report.disk_failure
+        if upload is not None and upload.number != heard.upload_failures:
+            heard.upload_failures = upload.number
+            if upload.key == self.state.upload:
+                self.take(events.CommitFailed(key=upload.key, reason=f"{report.host}: {upload.reason}"))
+        if disk is not None and disk.number != heard.disk_failures:
+            heard.disk_failures = disk.number
+            self.take(events.DiskWritten(key=disk.key, failed=f"{report.host}: {disk.reason}"))
 
     def _silences(self) -> Iterable[events.HostSilent]:
         now_s = self._clock.now_s()
@@ -316,7 +330,8 @@ def significant(report: Report) -> Report:
     """The report without what `decide` does not use; while a trainer runs, its holdings change at every step."""
     busy = report.trainer.phase in ("starting", "running")
     holdings = () if busy else report.holdings
-    return replace(report, steps=(), step=0, uploads=(), upload_failure=None, skipped=0, sent_s=0.0, holdings=holdings)
+    known = replace(report, steps=(), step=0, uploads=(), upload_failure=None, disk_failure=None, skipped=0, sent_s=0.0)
+    return replace(known, holdings=holdings)
 
 
 def _with_clock(report: Report, ahead_s: float) -> Report:
@@ -343,7 +358,7 @@ def _entry(
         "incident": _incident(state),
         "short": short,
         "paused": bool(state.paused_by),
-        "fresh": state.highest_step == state.durable_step and state.incidents == 0,
+        "fresh": not state.steps_told and state.incidents == 0,
     }
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from elastic.config import Config
 from elastic.controller import checkpoint_pace
 from elastic.controller.actions import UploadSnapshot
-from elastic.controller.state import ALIVE, Decision, RunState
+from elastic.controller.state import ALIVE, Decision, RunState, released
 from elastic.events import CheckpointCommitted
 from elastic.plan import SnapshotKey
 
@@ -63,13 +63,13 @@ def failed(state: RunState, why: str, now_s: float) -> Decision:
     after = replace(
         state,
         upload=None,
-        keep=released(state),
         upload_since_s=now_s,
         commit_failures=state.commit_failures + 1,
         checkpoint_wanted=True,
         not_durable=why,
         not_durable_since_s=state.not_durable_since_s if state.not_durable else now_s,
     )
+    after = replace(after, keep=released(after))
     if state.not_durable:
         return Decision(state=after)
     goes_on = "training goes on, " if state.phase in ALIVE else ""
@@ -91,14 +91,9 @@ def committed(state: RunState, event: CheckpointCommitted, now_s: float, config:
         after = replace(after, durable=event.restore, older=older[: config.checkpoint.keep - 1])
     if event.key == state.upload:
         pace = checkpoint_pace.upload_ended(state.pace, now_s - state.upload_since_s)
-        after = replace(after, upload=None, keep=released(after), pace=pace)
+        after = replace(after, upload=None, pace=pace)
+        after = replace(after, keep=released(after))
     told = f"checkpoint of step {event.key.step} is committed as entry {event.number}"
     if state.not_durable:
         told += f": storage takes checkpoints again, after {now_s - state.not_durable_since_s:.0f} s"
     return Decision(state=after, reason=told)
-
-
-def released(state: RunState) -> SnapshotKey | None:
-    """The newest safe snapshot of this generation, else what was kept."""
-    newest = state.safe
-    return newest if newest is not None and newest.generation == state.generation else state.keep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.config import Config
-from elastic.controller import durability, sources
+from elastic.controller import disk, durability, sources
 from elastic.controller.actions import (
     DrainGeneration,
     FailRun,
@@ -44,7 +44,7 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
             waiting = replace(state, waiting_for=reason)
             return fail(waiting, "not enough hosts", f"{reason} for {config.control.hosts_wait_s:.0f} s", now_s)
         return _hold(replace(state, enough_since_s=since_s), reason, now_s, config)
-    restore, tier = sources.choose(state.present, members, state.durable)
+    restore, tier = sources.choose(state.present, members, state.durable, lambda held: disk.is_usable(state, held))
     step = restore.key.step if restore else 0
     until_step = step if state.stop_why else pause_step(config, step)
     generation = state.generation + 1
@@ -60,6 +60,7 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
         safe=None,
         keep=restore.key if restore else None,
         upload=None,
+        disk=replace(state.disk, writing=None),
         draining="",
         drain_since_s=0.0,
         enough_since_s=None,
@@ -78,14 +79,21 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
     return Decision(
         state=started,
         actions=(action,),
-        reason=f"generation {generation}: {reason}, from step {step} ({tier})",
+        reason=f"generation {generation}: {reason}, from step {step} {_where(tier, state)}",
     )
 
 
 def reads_storage(state: RunState) -> bool:
-    """Does the present generation start from a checkpoint in storage, which may take long?"""
+    """Does the present generation start from a checkpoint in storage, or from disks, which may take long?"""
     restore = state.assignments[0].restore if state.assignments else None
-    return restore is not None and any(source.tier == "storage" for source in restore.sources)
+    return restore is not None and any(source.tier in ("disk", "storage") for source in restore.sources)
+
+
+def _where(tier: str, state: RunState) -> str:
+    if tier != "disk":
+        return f"({tier})"
+    last = f"is of step {state.durable_step}" if state.durable else "does not exist"
+    return f"on the nodes' disks; the last durable checkpoint {last}"
 
 
 def _hold(state: RunState, reason: str, now_s: float, config: Config) -> Decision:

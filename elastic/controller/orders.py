@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic.controller import disk
 from elastic.controller.admission import neighbours
-from elastic.controller.state import ALIVE, TERMINAL, RunState
+from elastic.controller.state import ALIVE, TERMINAL, Phase, RunState
 from elastic.events import Order
 
 
@@ -35,4 +36,5 @@ def _order(state: RunState, host: str, rank: int | None) -> Order:
         upload=state.upload if rank is not None else None,
         finish=state.phase in TERMINAL,
         neighbours=neighbours(state, host),
+        disk=disk.order(state, is_member=rank is not None, is_finished=state.phase is Phase.FINISHED),
     )

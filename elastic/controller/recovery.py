@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.config import Config
-from elastic.controller import generations
+from elastic.controller import disk, generations
 from elastic.controller.actions import EvictHost, StopGeneration
 from elastic.controller.membership import node_of
 from elastic.controller.state import ALIVE, Decision, Incident, Phase, RunState, headline
@@ -17,6 +17,7 @@ STORAGE = "storage outage"  # of the place that the state is only left in: waite
 # The more telling failure replaces a symptom seen earlier in the same generation.
 _TELLING = (
     "broken connection",
+    "damaged snapshot",
     "damaged checkpoint",
     STORAGE,
     "start timeout",
@@ -39,6 +40,10 @@ def trainer_exited(state: RunState, report: Report, now_s: float, config: Config
         return Decision(state=state)
     if state.phase not in (*ALIVE, Phase.STOPPING):
         return Decision(state=state)
+    if ended.damaged and disk.restored_from(state):
+        forgotten = disk.forget(state, ended.detail)
+        failed = fail_generation(forgotten.state, "damaged snapshot", (), rank, ended.detail, now_s, config)
+        return replace(failed, reason=f"{forgotten.reason}; {failed.reason}")
     if ended.damaged and _restored_from(state, state.durable):
         given_up = _go_back(state, ended.detail)
         if given_up.state.durable is None:

@@ -42,6 +42,22 @@ class SafetyFold:
         return found
 
 
+class DiskFold:
+    """Which ranks' shards of one snapshot lie on the disk of a node."""
+
+    def __init__(self, key: SnapshotKey, attempt: int) -> None:
+        self.key = key
+        self._attempt = attempt
+        self._ranks: set[int] = set()
+
+    def observe(self, report: Report, world: int) -> bool:
+        """Whether all of them do."""
+        for held in report.holdings:
+            if held.tier == "disk" and (held.key, held.attempt) == (self.key, self._attempt):
+                self._ranks.add(held.rank)
+        return len(self._ranks) == world
+
+
 class UploadFold:
     """Shards in storage, by snapshot."""
 

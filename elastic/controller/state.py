@@ -14,7 +14,7 @@ from elastic.config import Config
 from elastic.controller.actions import Action
 from elastic.controller.checkpoint_pace import Pace
 from elastic.events import Report
-from elastic.plan import Assignment, RestorePlan, SnapshotKey
+from elastic.plan import Assignment, RestorePlan, SnapshotKey, Stretch
 
 
 class Phase(StrEnum):
@@ -61,6 +61,21 @@ class NodeLosses:
     generation: int
     until_s: float
     joined_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """Snapshots on the nodes' disks, in `folder` ("": none). line: what of earlier attempts may be used. unusable: what
+    proved damaged. writing: the present one, since `since_s`, or when the last one ended. kept: the newest that are
+    whole, oldest first. failures: in a row."""
+
+    folder: str = ""
+    line: tuple[Stretch, ...] = ()
+    unusable: frozenset[SnapshotKey] = frozenset()
+    writing: SnapshotKey | None = None
+    since_s: float = 0.0
+    kept: tuple[SnapshotKey, ...] = ()
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +130,7 @@ class RunState:
     durable_at_s: float = 0.0
     not_durable: str = ""
     not_durable_since_s: float = 0.0
+    disk: Disk = field(default_factory=Disk)
     draining: str = ""
     drain_since_s: float = 0.0
     stop_why: str = ""
@@ -150,6 +166,16 @@ class Decision:
     state: RunState
     actions: tuple[Action, ...] = ()
     reason: str = ""
+
+
+def released(state: RunState) -> SnapshotKey | None:
+    """What hosts may not overwrite: what is being copied from memory, else the newest safe snapshot of this generation,
+    else what was kept."""
+    busy = [key for key in (state.upload, state.disk.writing) if key is not None]
+    if busy:
+        return min(busy)
+    newest = state.safe
+    return newest if newest is not None and newest.generation == state.generation else state.keep
 
 
 def headline(detail: str) -> str:

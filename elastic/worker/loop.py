@@ -115,12 +115,12 @@ def _train(inheritance: Inheritance, assignment: Assignment, seat: Seat, corpora
         return Exit(kind="lost", step=ctx.step, code=1, detail=str(error))
     except BaseException as error:  # of any kind: it ends this process, and its host has to hear of it
         ours = isinstance(error, StateError | TaskError | ConfigError)  # one sentence that says it all
-        detail = str(error) if ours else traceback_tail(error)
+        damaged = isinstance(error, Damaged)
+        detail = str(error) if ours or damaged else traceback_tail(error)
         print(traceback_tail(error), file=sys.stderr)
         peers = is_peer_failure(error) or isinstance(error, CheckpointError)
         kind = "user" if ours or not peers else "storage" if isinstance(error, StorageUnavailable) else "peer"
         blame = error.host if isinstance(error, SourceFailed) else ""
-        damaged = isinstance(error, Damaged)
         return Exit(kind=kind, step=ctx.step, code=1, detail=detail, blame=blame, damaged=damaged)  # type: ignore[arg-type]  # one of the three
 
 

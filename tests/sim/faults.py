@@ -152,6 +152,22 @@ def _storage_outage(world: World) -> None:
     world.storage_down_until_s = max(world.storage_down_until_s, world.clock.now_s() + world.draw(2.0, 90.0))
 
 
+def _damage_disk(world: World) -> None:
+    """What a node's disk holds now is not what was written."""
+    if nodes := sorted(node for node, disk in world.disks.items() if disk):
+        node = world.rng.choice(nodes)
+        world.disk_contents |= dict.fromkeys(((node, name) for name in world.disks[node]), None)
+
+
+def _kill_all(world: World) -> None:
+    """All memory is lost at once; the nodes come back with their disks, now and then a damaged one."""
+    if world.rng.random() < 0.4:
+        _damage_disk(world)
+    for host in world.up():
+        world.kill_host(host)
+        world.after(world.draw(1.0, 4.0), world.add_host, host.node, host.slot)
+
+
 def _two_at_once(world: World) -> None:
     for kind in world.rng.sample(("kill_trainer", "kill_host", "kill_node", "kill_template"), 2):
         KINDS[kind](world)
@@ -174,5 +190,7 @@ KINDS: dict[str, Callable[[World], None]] = {
     "flap": _flap,
     "cut": _cut,
     "storage_outage": _storage_outage,
+    "kill_all": _kill_all,
+    "damage_disk": _damage_disk,
     "two_at_once": _two_at_once,
 }

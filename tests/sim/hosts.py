@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from elastic.checkpoint.arena import State, reusable
 from elastic.events import Exit, Holding, NodeCheck, Order, Report, StepRecord, TrainerReport, Uploaded, UploadFailure
-from elastic.plan import Assignment, Endpoint, Member, SnapshotKey
+from elastic.plan import Assignment, DiskOrder, Endpoint, Member, SnapshotKey
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -79,9 +79,11 @@ class SimHost:
     uploading: SnapshotKey | None = None
     upload_failure: UploadFailure | None = None
     skipped: int = 0
+    disk_failure: UploadFailure | None = None
     steps_seen: SnapshotKey | None = None
     finished: bool = False
     name: str = field(init=False)
+    _writing: SnapshotKey | None = None
 
     def __post_init__(self) -> None:
         self.name = f"{self.node}/{self.slot}.{self.incarnation}"
@@ -89,7 +91,8 @@ class SimHost:
     @property
     def ready(self) -> bool:
         checked = self.check is not None or not self.world.config.admission.enabled
-        return self.up and checked and not self._short
+        looked = not self.world.has_disks or self.order is not None
+        return self.up and checked and looked and not self._short
 
     @property
     def _short(self) -> bool:
@@ -131,6 +134,7 @@ class SimHost:
             steps=steps,
             uploads=tuple(self.uploads),
             upload_failure=self.upload_failure,
+            disk_failure=self.disk_failure,
             skipped=self.skipped,
             check=self.check,
             sent_s=self.world.clock.now_s() + 3.0 * self.slot,
@@ -151,7 +155,7 @@ class SimHost:
             for tier, shards in (("own", self.own), ("received", self.received))
             for s in shards
             if s.content is not None
-        ]
+        ] + ([*self.world.disk_of(self.node).values()] if self.order is not None else [])
 
     def examine(self) -> None:
         """Check the node; the network again and again until some neighbour answers."""
@@ -198,6 +202,8 @@ class SimHost:
             self.trainer.draining = True
         if order.upload is not None:
             self._upload(order.upload)
+        if order.disk is not None:
+            self._obey_disk(order.disk)
         self.finished = order.finish
         self.report()
 
@@ -212,6 +218,25 @@ class SimHost:
         for shard in [*self.own]:
             if shard.content is None:
                 self.own.remove(shard)
+        self.report()
+
+    def _obey_disk(self, order: DiskOrder) -> None:
+        disk = self.world.disk_of(self.node)
+        for at in [at for at, held in disk.items() if order.keep and held.key < min(order.keep)]:
+            del disk[at]
+        shard = next((s for s in self.own if s.key == order.write and s.sealed), None)
+        if order.write is not None and shard is not None and order.write != self._writing:
+            self._writing = order.write
+            self.world.after(self.world.draw(0.01, 2.0), self._on_disk, shard, order.write, shard.content)
+
+    def _on_disk(self, shard: Shard, key: SnapshotKey, content: int | None) -> None:
+        if not self.world.awake(self, self._on_disk, shard, key, content):
+            return
+        if shard.key != key or self.world.draw(0.0, 1.0) < self.world.options.commit_failure:
+            number = 1 + (self.disk_failure.number if self.disk_failure else 0)
+            self.disk_failure = UploadFailure(key=key, reason="drawn", number=number)
+        else:
+            self.world.put_on_disk(self.node, shard)
         self.report()
 
     def _upload(self, key: SnapshotKey) -> None:
@@ -252,6 +277,10 @@ class SimHost:
             return
         if silent:
             self._read_failed(trainer, silent)
+            return
+        if (damaged := self.world.damaged_source(trainer.assignment)) is not None:
+            detail = f"{damaged.object} on the disk of {damaged.host} is damaged"
+            self.stop_trainer(Exit(kind="peer", step=0, code=1, detail=detail, damaged=True))
             return
         if self.world.storage_is_down and self.world.needs_storage(trainer.assignment):
             self.world.after(self.world.draw(0.01, GIVE_UP_S), self._storage_failed, trainer)

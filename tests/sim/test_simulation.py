@@ -33,6 +33,18 @@ def test_a_checkpoint_whose_step_was_evaluated_carries_the_loss() -> None:
     assert any(play(seed).commits.with_loss for seed in range(3))
 
 
+def test_disks_take_part() -> None:
+    """Among the first seeds all memory is lost while the disks have the newest state, and some of that is damaged."""
+    read = damaged = 0
+    for seed in range(200):
+        world = play(seed)
+        read += world.from_disk
+        damaged += b"on the nodes' disks is damaged" in world.journal
+        if read and damaged:
+            return
+    raise AssertionError((read, damaged))
+
+
 def test_same_seed_same_journal() -> None:
     first, second = (hashlib.sha256(play(7).journal).hexdigest() for _ in range(2))
     assert first == second

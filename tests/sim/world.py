@@ -16,14 +16,14 @@ from elastic import events
 from elastic.config import Config
 from elastic.controller.driver import Driver
 from elastic.controller.state import TERMINAL
-from elastic.events import Exit, StepRecord
-from elastic.plan import Assignment, RestorePlan, ShardSource
+from elastic.events import Exit, Holding, StepRecord
+from elastic.plan import Assignment, RestorePlan, ShardSource, shard_object
 from elastic.telemetry import journal
 from tests.sim import checkers
 from tests.sim.clock import VirtualClock
 from tests.sim.cluster import SimCluster, SimCommits, held_out
 from tests.sim.faults import KINDS, thaw
-from tests.sim.hosts import Quality, SimHost, Trainer, chain
+from tests.sim.hosts import Quality, Shard, SimHost, Trainer, chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,12 @@ class World:
         self.faults_on = True
         self.hosts: list[SimHost] = []
         self.storage: dict[str, int] = {}
+        self.disks: dict[str, dict[str, Holding]] = {}
+        self.disk_contents: dict[tuple[str, str], int | None] = {}  # None: damaged
         self.storage_down_until_s = 0.0
         self.log: list[RestorePlan] = []
         self.restarts = 0
+        self.from_disk = 0
         self.quality: dict[str, Quality] = {}
         self.cut: set[str] = set()
         self._nodes = 0
@@ -79,7 +82,9 @@ class World:
         self.cluster = SimCluster(self)
         self.commits = SimCommits(self)
         self.driver = self.coordinate(None)
-        self.driver.take(events.RunStarted(run="sim", attempt=1, generation=0, durable=None))
+        self.driver.take(
+            events.RunStarted(run="sim", attempt=1, generation=0, durable=None, disk="sim" if self.has_disks else "")
+        )
         self.checkers = checkers.Checkers(self)
         for _ in range(self.options.nodes):
             self.add_node()
@@ -96,7 +101,10 @@ class World:
                 "hosts_min": rng.randint(1, most),
                 "hosts_max": most,
                 "batch": {"global_samples": 24, "micro_samples": 3},
-                "snapshot": {"partner": rng.random() < 0.9, "sources_max": rng.randint(1, 3)},
+                "snapshot": {
+                    "partner": rng.random() < 0.9, "sources_max": rng.randint(1, 3),
+                    "disk": rng.choice(("", "/disk")), "disk_interval_steps": rng.choice((0, 0, 7)),
+                },
                 "checkpoint": {"interval_steps": rng.choice((0, 5, 20, 50))},
                 "control": {
                     "heartbeat_s": 0.5, "silence_s": 3.0, "start_wait_s": 10.0, "hosts_wait_s": 3600.0,
@@ -124,6 +132,29 @@ class World:
     @property
     def storage_is_down(self) -> bool:
         return self.faults_on and self.clock.now_s() < self.storage_down_until_s
+
+    @property
+    def has_disks(self) -> bool:
+        return bool(self.config.snapshot.disk)
+
+    def disk_of(self, node: str) -> dict[str, Holding]:
+        """By the names of objects; it outlives the node's hosts."""
+        return self.disks.setdefault(node, {})
+
+    def put_on_disk(self, node: str, shard: Shard) -> None:
+        name = shard_object(1, shard.key, shard.rank)
+        held = Holding(key=shard.key, rank=shard.rank, world=shard.world, tier="disk", sealed=True, nbytes=1, attempt=1)
+        self.disk_of(node)[name], self.disk_contents[node, name] = held, shard.content
+
+    def damaged_source(self, assignment: Assignment) -> ShardSource | None:
+        for source in self._needed(assignment):
+            if source.tier == "disk" and self._disk_content(source) is None:
+                return source
+        return None
+
+    def _disk_content(self, source: ShardSource) -> int | None:
+        node = source.host.partition("/")[0]
+        return self.disk_contents[node, source.object] if source.object in self.disk_of(node) else None
 
     def awake(self, host: SimHost, call: Callable[..., Any], *args: Any) -> bool:
         """True if `host` can act now; a frozen one does the same thing once it is thawed."""
@@ -329,6 +360,12 @@ class World:
             holder = self.by_name(source.host)
             if source.tier == "storage" or holder is None:
                 contents.add(self.storage[source.object])
+                continue
+            if source.tier == "disk":
+                content = self._disk_content(source)
+                assert content is not None, f"{source} is damaged, and was read\n{self.story()}"
+                contents.add(content)
+                self.from_disk += 1
                 continue
             shards = holder.own if source.tier == "own" else holder.received
             found = [s for s in shards if s.key == plan.key and s.rank == source.rank and s.content is not None]
