@@ -22,7 +22,7 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.fixture(params=FILES, ids=name)
+@pytest.fixture(params=FILES, ids=name, scope="module")
 def source(request: pytest.FixtureRequest) -> tuple[Path, ast.Module]:
     return request.param, ast.parse(request.param.read_text())
 

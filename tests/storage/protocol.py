@@ -7,7 +7,6 @@ No torch here: it is imported by processes that are started to be killed.
 from __future__ import annotations
 
 import os
-import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +22,8 @@ from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import read_index
-from elastic.checkpoint.mover import Mover
 from elastic.checkpoint.object_store import ObjectStore
+from elastic.checkpoint.shard import put_shard
 from elastic.checkpoint.store import DirectoryStore, Store
 from elastic.checkpoint.upkeep import collect
 from elastic.checkpoint.verify import damages
@@ -76,28 +75,25 @@ def parts(whole: State, rank: int) -> Iterator[tuple[Block, npt.NDArray[Any]]]:
 
 
 class Hosts:
-    """An arena for each rank, and the mover's own code that uploads from it."""
+    """An arena for each rank; what a mover does with it is done here, in this thread."""
 
     def __init__(self, store: Store, large_bytes: int) -> None:
-        self._large_bytes, room = large_bytes, large_bytes + (4 << 10)
+        self._store, self._large_bytes = store, large_bytes
+        room = large_bytes + (4 << 10)
         self._arenas = [
             Arena.create(own_bytes=room, received_bytes=64, received_buffers=0, prefault=False) for _ in range(WORLD)
         ]
-        self._listen = socket.socket()
-        self._movers = [Mover(arena, self._listen, 0) for arena in self._arenas]
-        for mover in self._movers:
-            mover._store = store
 
     def upload(self, key: SnapshotKey, attempt: int) -> tuple[Uploaded, ...]:
         found = []
-        for rank, (arena, mover) in enumerate(zip(self._arenas, self._movers)):
+        for rank, arena in enumerate(self._arenas):
             buffer = _snapshot(arena, rank, key, state(attempt, key.step, self._large_bytes))
-            found.append(mover._put(buffer, key, buffer.sequence, attempt))
+            name, nbytes = put_shard(self._store, buffer, key, sequence=buffer.sequence, attempt=attempt)
+            found.append(Uploaded(key=key, rank=rank, object=name, nbytes=nbytes))
             arena.board.order(generation=key.generation, keep=key)
         return tuple(found)
 
     def close(self) -> None:
-        self._listen.close()
         for arena in self._arenas:
             os.close(arena.fd)
 

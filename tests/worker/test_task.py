@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import elastic.worker.loop  # noqa: F401  # for the forks
 from elastic.config import Config, ConfigError, TaskError
-from elastic.worker import task
+from elastic.worker import task, task_check
 from elastic.worker.task_check import check
 
 MODEL = """
@@ -42,6 +46,32 @@ def written(tmp_path: Path, text: str) -> Path:
     file = tmp_path / "written.py"
     file.write_text(text)
     return file
+
+
+def _forked(command: list[str], timeout: float, **_: Any) -> subprocess.CompletedProcess[bytes]:
+    """What `command` does, in a fork of this process, which has imported torch already."""
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                sys.argv = command[2:]
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                signal.alarm(int(timeout))
+                task_check.main()
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        output.seek(0)
+        return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(status), output.read())
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that start scripts start the real process, which needs seconds to import torch."""
+    monkeypatch.setattr(task_check.subprocess, "run", _forked)
 
 
 def test_objects_are_named_by_their_module() -> None:
@@ -110,6 +140,7 @@ check(Config(task=__file__ + ":Task"))
         check(job(file))
 
 
+@pytest.mark.usefixtures("forks")
 def test_sizes_are_measured(tmp_path: Path) -> None:
     checked = check(job(written(tmp_path, MODEL)))
     parameters = 257 * 8 + 8 * 257 + 257
@@ -120,6 +151,7 @@ def test_sizes_are_measured(tmp_path: Path) -> None:
     assert half.sizes.shard_bytes is not None and half.sizes.shard_bytes < 0.6 * checked.sizes.shard_bytes
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(
     ("text", "name", "kind", "sentence"),
     [
@@ -156,6 +188,7 @@ def test_a_mistake_is_one_sentence_before_anything_starts(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.usefixtures("forks")
 def test_modules_are_found_as_dotted_names(tmp_path: Path) -> None:
     package = tmp_path / "src" / "mine"
     package.mkdir(parents=True)
