@@ -5,13 +5,13 @@ PY := $(VENV)/bin/python
 JOB ?= jobs/quickstart.yaml
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test setup setup-dev check unit unit-checkpoint unit-rest sim test-storage process chaos campaign bench clean
+.PHONY: train test setup setup-dev check unit unit-checkpoint unit-rest sim test-storage process chaos long campaign bench clean
 
 train: setup
 	$(VENV)/bin/elastic train $(JOB)
 
 test: setup-dev check
-	$(MAKE) --no-print-directory -j2 -O unit-rest unit-checkpoint sim test-storage
+	$(MAKE) --no-print-directory -j3 -O test-storage unit-checkpoint unit-rest sim
 	$(MAKE) --no-print-directory process chaos
 
 setup: $(VENV)/.installed
@@ -49,6 +49,10 @@ process: setup-dev
 
 chaos: setup-dev
 	$(PY) -m pytest tests/chaos
+
+# What other tests show too, at more length; not a part of `make test`.
+long: setup-dev
+	$(PY) -m pytest -m long --timeout=600 tests
 
 # Long, with new random examples and seeds; not a part of `make test`.
 campaign: setup-dev

@@ -47,6 +47,7 @@ def test_a_node_without_the_memory_is_refused_and_the_run_waits_for_one_that_has
         assert set(run.cluster.wait(LIMIT_S).values()) == {0}
 
 
+@pytest.mark.long
 def test_a_node_that_flaps_rests(tmp_path: Path) -> None:
     config = small(tmp_path, steps=5000, admission={"rest_s": 1.0})
     with Running(config, tmp_path, nodes=2, hosts_per_node=1) as run:

@@ -45,7 +45,7 @@ def head(configs: list[Config], parent_pid: int) -> None:
     configuration of its own, for it has a disk of its own."""
     die_with_parent(parent_pid)
     config = configs[0]
-    coordinator = Coordinator(config, f"token-{os.getpid()}", Resume())
+    coordinator = Coordinator(config, f"token-{os.getpid()}", Resume(), ray_address="no Ray here")
     coordinator.begin(f"group-{os.getpid()}")
     reached = coordinator.endpoint()
     settings = HostSettings(

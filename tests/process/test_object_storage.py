@@ -95,6 +95,7 @@ def test_training_goes_on_while_the_server_is_dead_and_catches_up(tmp_path: Path
     assert list(damages(store_at(config.place()), newest)) == []
 
 
+@pytest.mark.long
 def test_a_run_that_ends_without_storage_says_which_step_is_durable(tmp_path: Path, seaweed: Seaweed) -> None:
     control = {"upload_timeout_s": 8.0, "start_wait_s": 60.0}
     config = on_s3(tmp_path, seaweed.endpoint, steps=30, hosts_max=1, control=control)
@@ -108,6 +109,7 @@ def test_a_run_that_ends_without_storage_says_which_step_is_durable(tmp_path: Pa
     assert f"the last durable one is of step {state.durable_step}, " in state.detail and state.durable_step < 30
 
 
+@pytest.mark.long
 def test_faults_of_single_requests_are_no_news(tmp_path: Path, seaweed: Seaweed) -> None:
     """Throttling, cut and late answers, lost ones, and credentials that expire for a while: a run does not notice."""
     broken: list[str] = []

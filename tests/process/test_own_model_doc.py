@@ -54,7 +54,7 @@ def undisturbed(config: Config, path: Path, **changes: Any) -> dict[int, dict[st
         return told(run.seen.records)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [TASKS[0], *(pytest.param(task, marks=pytest.mark.long) for task in TASKS[1:])])
 def test_killed_and_restored_it_computes_the_same(tmp_path: Path, task: str) -> None:
     config = prepared(tmp_path / "killed", task)
     with Running(config, tmp_path / "killed", nodes=2, hosts_per_node=1) as run:
@@ -95,6 +95,7 @@ def test_own_loop_reports_and_registered_state_goes_on(tmp_path: Path) -> None:
     assert best[1:] == [pytest.approx(min(facts["loss"] for facts in list(found.values())[:n])) for n in range(1, 30)]
 
 
+@pytest.mark.long
 def test_resized_it_computes_the_same_but_for_rounding(tmp_path: Path) -> None:
     task = "my_state.py:train"  # the one with a loop, a scheduler and state of its own
     exact: dict[str, Any] = {"precision": "float64", "steps": 18}
