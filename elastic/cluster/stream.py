@@ -59,9 +59,10 @@ class _Frames:
     def push(self, message: dict[str, Any]) -> bool:
         """Queue one message; False when the buffer is full and the message was dropped."""
         body = json.dumps(message, separators=(",", ":")).encode()
-        if self.pending and len(self.pending) + len(body) > PENDING_BYTES_MAX:
+        frame = len(body).to_bytes(4, "big") + body
+        if self.pending and len(self.pending) + len(frame) > PENDING_BYTES_MAX:
             return False
-        self.pending += len(body).to_bytes(4, "big") + body
+        self.pending += frame
         return True
 
     def flush(self) -> None:
@@ -104,6 +105,7 @@ class _Connection:
         self.peer = peer
         self.since_s = since_s
         self.welcome = False
+        self.dropping = False
         self.host: str | None = None
 
 
@@ -153,8 +155,10 @@ class Server:
         connection = self._hosts.get(host)
         if connection is None:
             return
-        if not connection.frames.push(to_json(order)):
-            log.warning("%s reads too slowly, order %d dropped; it is sent again", host, order.seq)
+        taken = connection.frames.push(to_json(order))
+        if not taken and not connection.dropping:
+            log.warning("%s reads too slowly, orders are dropped from %d on; the newest is sent again", host, order.seq)
+        connection.dropping = not taken
         self._flush(connection)
 
     def drop(self, host: str) -> None:

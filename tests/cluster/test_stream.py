@@ -161,7 +161,7 @@ def test_the_client_finds_a_coordinator_that_restarts_on_its_address() -> None:
     second.close()
 
 
-def test_a_host_that_reads_nothing_costs_bounded_memory(server: Server) -> None:
+def test_a_host_that_reads_nothing_costs_bounded_memory(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     client = client_of(server)
     connect(server, client)
     client.send(report("a", 1))
@@ -170,6 +170,7 @@ def test_a_host_that_reads_nothing_costs_bounded_memory(server: Server) -> None:
         server.send("a", order("a", seq))
     pending = server._hosts["a"].frames.pending
     assert 0 < len(pending) <= PENDING_BYTES_MAX
+    assert [record.getMessage()[:21] for record in caplog.records] == ["a reads too slowly, o"]
     got = [taken.seq for taken in orders_of(client, 1)]
     assert got == sorted(got)
 
