@@ -1,7 +1,9 @@
 """The journal in the run's storage: immutable copies of stretches of the local file, so that a lost head loses seconds.
 
 `journal/<attempt>-<number>.jsonl` holds whole lines as they are in the file; an attempt's segments, joined, are the
-beginning of its lines. So where file and storage differ, each attempt's longer copy is the right one.
+beginning of its lines. So where file and storage differ, each attempt's longer copy is the right one. So that a run of
+weeks is read in seconds, each MERGED of them become one object, `<attempt>-<first>-<last>.jsonl`, and are then deleted;
+an object that another one covers is not read.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
+from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
 from elastic.checkpoint.store import Store, store_at
 from elastic.config import Place
 from elastic.telemetry import journal
@@ -21,6 +24,9 @@ from elastic.telemetry import journal
 FILE = "journal.jsonl"
 SEAL_EVERY_S = 5.0
 SEGMENT_BYTES_MAX = 4 << 20
+MERGED = 64
+READS_AT_ONCE = 8
+READ_TRIES = 5
 
 STARTED = b'"kind":"RunStarted"'  # as journal.encode writes it; within a text the quotes would be escaped
 
@@ -77,25 +83,66 @@ def _by_attempt(path: Path) -> dict[int, bytes]:
 
 
 def _merged(here: dict[int, bytes], store: Store) -> dict[int, bytes]:
-    found = dict(here)
-    for attempt, sizes in _sealed(store).items():
-        if sum(sizes.values()) > len(here.get(attempt, b"")):
-            found[attempt] = b"".join(store.get(_name(attempt, number)) for number in sorted(sizes))
-    return dict(sorted(found.items()))
+    for left in reversed(range(READ_TRIES)):
+        try:
+            return dict(sorted({**here, **_longer(here, store)}.items()))
+        except ObjectMissing:  # merged, and deleted, since it was listed
+            if not left:
+                raise
+    raise AssertionError
 
 
-def _sealed(store: Store) -> dict[int, dict[int, int]]:
-    """Bytes of each segment by attempt and number."""
-    found: dict[int, dict[int, int]] = {}
-    for key, nbytes in store.list("journal/").items():
-        attempt, _, number = key.removeprefix("journal/").removesuffix(".jsonl").partition("-")
-        if attempt.isdecimal() and number.isdecimal() and key == _name(int(attempt), int(number)):
-            found.setdefault(int(attempt), {})[int(number)] = nbytes
+def _longer(here: dict[int, bytes], store: Store) -> dict[int, bytes]:
+    """What storage has more of than `here`."""
+    found = {}
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        for attempt, sealed in _sealed(store).items():
+            if sum(segment.nbytes for segment in sealed) > len(here.get(attempt, b"")):
+                found[attempt] = b"".join(pool.map(lambda segment: store.get(segment.name), sealed))
     return found
 
 
-def _name(attempt: int, number: int) -> str:
-    return f"journal/{attempt:05d}-{number:08d}.jsonl"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Segment:
+    """An object with the segments `first` to `last` of an attempt."""
+
+    name: str
+    first: int
+    last: int
+    nbytes: int
+
+
+def _sealed(store: Store) -> dict[int, list[_Segment]]:
+    """By attempt the objects that hold all that it has sealed, each segment once, in order."""
+    listed: dict[int, list[_Segment]] = {}
+    for key, nbytes in store.list("journal/").items():
+        numbers = key.removeprefix("journal/").removesuffix(".jsonl").split("-")
+        if len(numbers) in (2, 3) and all(number.isdecimal() for number in numbers):
+            attempt, first, last = int(numbers[0]), int(numbers[1]), int(numbers[-1])
+            if key == _name(attempt, first, last):
+                listed.setdefault(attempt, []).append(_Segment(name=key, first=first, last=last, nbytes=nbytes))
+    found: dict[int, list[_Segment]] = {}
+    for attempt, segments in listed.items():
+        found[attempt] = []
+        for segment in sorted(segments, key=lambda one: (one.first, -one.last)):
+            if not found[attempt] or segment.last > found[attempt][-1].last:
+                found[attempt].append(segment)
+    return found
+
+
+def _name(attempt: int, first: int, last: int | None = None) -> str:
+    upto = f"-{last:08d}" if last is not None and last != first else ""
+    return f"journal/{attempt:05d}-{first:08d}{upto}.jsonl"
+
+
+def _merge(store: Store, attempt: int, last: int) -> None:
+    """The MERGED segments up to `last` become one object. Whatever dies in between, they are all there."""
+    first = last - MERGED + 1
+    names, merged = [_name(attempt, number) for number in range(first, last + 1)], _name(attempt, first, last)
+    if not store.list(merged):  # else somebody merged them, and died while it deleted them
+        store.put_if_absent(merged, b"".join(map(store.get, names)))
+    for name in names:
+        store.delete(name)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +166,7 @@ class Sealer:
         self._path, self._store, self._every_s = path, store, every_s
         self._lock = threading.Lock()
         self._attempt, self._stretches = attempt, list[_Stretch]()
+        self._to_merge: list[tuple[int, int]] = []
         self._failing = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="sealer", daemon=True)
@@ -129,12 +177,16 @@ class Sealer:
         with self._lock:
             size = self._path.stat().st_size if self._path.exists() else 0
             if not self._stretches:  # not earlier: who makes a sealer does not wait for storage
-                self._stretches = _unsealed(self._path, self._store, self._attempt)
+                sealed = _sealed(self._store)
+                self._stretches = _unsealed(self._path, sealed, self._attempt)
+                self._to_merge = _unmerged(sealed)
             while self._stretches:
                 stretch = self._stretches[0]
                 data = self._read(stretch) if stretch.at < size else b""
                 if data:
                     stretch.at += self._put(_name(stretch.attempt, stretch.number), data)
+                    if stretch.number % MERGED == 0:
+                        self._to_merge.append((stretch.attempt, stretch.number))
                     stretch.number += 1
                 elif stretch.stop is None:
                     return
@@ -175,6 +227,9 @@ class Sealer:
     def _try(self) -> None:
         try:
             self.seal()
+            while self._to_merge:
+                _merge(self._store, *self._to_merge[0])
+                self._to_merge.pop(0)
             self._failing = False
         except (CheckpointError, OSError) as error:  # tried again; the file has all of it
             if not self._failing:
@@ -182,17 +237,28 @@ class Sealer:
             self._failing = True
 
 
-def _unsealed(path: Path, store: Store, attempt: int) -> list[_Stretch]:
+def _unsealed(path: Path, sealed: dict[int, list[_Segment]], attempt: int) -> list[_Stretch]:
     """What of the file is not in storage, by attempt; the last one is open, for `attempt`."""
-    sealed, here = _sealed(store), _by_attempt(path)
+    here = _by_attempt(path)
     here.setdefault(attempt, b"")
     found, at = [], 0
     for writer, lines in here.items():
-        sizes, stop = sealed.get(writer, {}), at + len(lines)
-        stretch = _Stretch(attempt=writer, number=1 + max(sizes, default=0), at=at + sum(sizes.values()), stop=stop)
+        there, stop = sealed.get(writer, []), at + len(lines)
+        number = 1 + (there[-1].last if there else 0)
+        stretch = _Stretch(attempt=writer, number=number, at=at + sum(one.nbytes for one in there), stop=stop)
         if writer == attempt:
             found.append(replace(stretch, stop=None))
         elif stretch.at < stop:
             found.append(stretch)
         at = stop
+    return found
+
+
+def _unmerged(sealed: dict[int, list[_Segment]]) -> list[tuple[int, int]]:
+    """What `_merge` has left to do, of whoever died before it."""
+    found = []
+    for attempt, segments in sealed.items():
+        single = {segment.last for segment in segments if segment.first == segment.last}
+        wanted = range(MERGED, 1 + max(single, default=0), MERGED)
+        found += [(attempt, last) for last in wanted if single.issuperset(range(last - MERGED + 1, last + 1))]
     return found

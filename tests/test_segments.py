@@ -176,3 +176,100 @@ def test_two_writers_of_one_attempt_are_told_apart(path: Path, tmp_path: Path, s
     one.seal()
     with pytest.raises(CheckpointError, match=r"journal/00001-00000002.jsonl holds other lines than .*other.jsonl"):
         two.seal()
+
+
+def sealed_in_many(path: Path, store: Store, lines: int, *, attempt: int = 1) -> list[dict[str, Any]]:
+    sealer = Sealer(path, store, attempt=attempt, every_s=NEVER_S)
+    entries = [started(attempt), *map(tick, range(lines - 1))]
+    for entry in entries:
+        append(path, entry)
+        sealer.seal()
+    sealer.close()
+    return entries
+
+
+def test_segments_become_few_and_their_lines_stay(
+    path: Path, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "MERGED", 4)
+    entries = sealed_in_many(path, store, 10)
+    names = [name.removeprefix("journal/00001-000000").removesuffix(".jsonl") for name in store.list("journal/")]
+    assert names == ["01-00000004", "05-00000008", "09", "10"]
+    assert sealed(store) == entries
+    kept = path.read_bytes()
+    path.unlink()
+    assert recover(path, store) and path.read_bytes() == kept
+    entries += sealed_in_many(path, store, 5, attempt=2)
+    path.unlink()
+    assert segments.entries(Place.of_directory(tmp_path / "run")) == entries
+
+
+class Dies(Exception):
+    pass
+
+
+class Dying(MemoryStore):
+    """Its caller dies at the change that is number `at`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.changes = -1, 0
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        self._change()
+        return super().put_if_absent(key, data)
+
+    def delete(self, key: str) -> None:
+        self._change()
+        super().delete(key)
+
+    def _change(self) -> None:
+        self.changes += 1
+        if self.changes == self.at:
+            raise Dies
+
+
+def test_killed_at_any_change_of_a_merge(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "MERGED", 4)
+    for at in range(1, 6):
+        store = Dying()
+        path.unlink(missing_ok=True)
+        sealer = Sealer(path, store, attempt=1, every_s=NEVER_S)
+        entries = [started(1), *map(tick, range(3))]
+        for entry in entries:
+            append(path, entry)
+            sealer.seal()
+        store.changes, store.at = 0, at
+        with pytest.raises(Dies):
+            sealer._try()
+        lines = path.read_bytes()
+        path.unlink()
+        assert recover(path, store) and path.read_bytes() == lines
+        store.at = -1
+        Sealer(path, store, attempt=1, every_s=NEVER_S).close()
+        append(path, tick(9))
+        Sealer(path, store, attempt=1, every_s=NEVER_S).close()
+        path.unlink()
+        assert recover(path, store) and [*journal.read(path.read_bytes())] == [*entries, tick(9)]
+
+
+def test_a_segment_that_is_merged_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "MERGED", 4)
+
+    class Merging(MemoryStore):
+        def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+            if key.endswith("1-00000001.jsonl") and not merged:
+                merged.append(True)
+                segments._merge(self, 1, 4)
+            return super().get(key, start, stop)
+
+    merged: list[bool] = []
+    store = Merging()
+    sealer = Sealer(path, store, attempt=1, every_s=NEVER_S)
+    for entry in [started(1), *map(tick, range(3))]:
+        append(path, entry)
+        sealer.seal()
+    lines = path.read_bytes()
+    path.unlink()
+    assert recover(path, store) and path.read_bytes() == lines and merged
+    sealer.close()
