@@ -33,7 +33,7 @@ from elastic.checkpoint.restore import restore
 from elastic.checkpoint.save import Entry, Snapshotter, entries, local, shard_bytes_max, wanted
 from elastic.checkpoint.shard import of_object, table_object
 from elastic.checkpoint.store import open_store
-from elastic.config import Model, StorageOptions
+from elastic.config_sections import Model, StorageOptions
 from elastic.model.transformer import Transformer
 from elastic.parallel.fsdp import shard_parameters
 from elastic.plan import RestorePlan, ShardSource, SnapshotKey

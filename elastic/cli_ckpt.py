@@ -187,8 +187,8 @@ def _verify(parsed: argparse.Namespace, store: Store, log: CommitLog, complaints
 
 
 def _verified(store: Store, log: CommitLog, entry: Entry) -> dict[str, Any]:
-    from elastic.checkpoint.boxes import Boxes
     from elastic.checkpoint.errors import ObjectMissing
+    from elastic.checkpoint.reader import Reader
     from elastic.checkpoint.upkeep import manifest_of
     from elastic.checkpoint.verify import damages
 
@@ -196,7 +196,7 @@ def _verified(store: Store, log: CommitLog, entry: Entry) -> dict[str, Any]:
     nbytes = sum(record.nbytes for record in manifest.shards)
     found = list(damages(store, manifest, _progress(f"step {manifest.key.step}", nbytes)))
     try:
-        tensors = 0 if found else len(Boxes(store, manifest).tensors)
+        tensors = 0 if found else len(Reader(store, manifest).tensors)
     except ObjectMissing as error:
         found, tensors = [str(error)], 0
     retired = bool(found) and not _counts(log, entry)  # a live run deletes what it retires
@@ -325,7 +325,7 @@ def _add_diff(inner: Any) -> None:
 
 def _diff(parsed: argparse.Namespace) -> int:
     from elastic.checkpoint import diff
-    from elastic.checkpoint.boxes import Boxes
+    from elastic.checkpoint.reader import Reader
     from elastic.checkpoint.upkeep import manifest_of
     from elastic.resume import flat, saved_config
 
@@ -333,7 +333,7 @@ def _diff(parsed: argparse.Namespace) -> int:
     manifests = [manifest_of(entry) for _, entry in sides]
     facts = diff.differences(*map(diff.facts, manifests))
     configs = [flat(saved_config(store, attempt=entry.attempt)) for store, entry in sides]
-    a, b = (Boxes(store, manifest) for (store, _), manifest in zip(sides, manifests))
+    a, b = (Reader(store, manifest) for (store, _), manifest in zip(sides, manifests))
     found = {
         "facts": facts,
         "config": diff.differences(*configs) if all(configs) else {},

@@ -12,10 +12,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import Field, ValidationError, model_validator
 
+from elastic.config_sections import (
+    Admission,
+    Batch,
+    Checkpoint,
+    Control,
+    Data,
+    Evaluation,
+    LocalCluster,
+    Model,
+    Optimizer,
+    Policies,
+    Resize,
+    Section,
+    Sizes,
+    Snapshot,
+    StorageOptions,
+)
 from elastic.config_sentences import field_of, sentences
 from elastic.config_text import Text, override, read
 
@@ -30,229 +45,6 @@ class ConfigError(ElasticError):
 
 class TaskError(ElasticError):
     """The task's own code raised, or asks for what can't be; the message is one sentence that names the place."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
-            raise PydanticCustomError("number_type", "a truth value is no number")
-        return value
-
-
-class Model(Section):
-    """Decoder transformer: sizes of the built-in language model."""
-
-    vocab_size: int = Field(257, ge=2)
-    dim: int = Field(128, ge=8)
-    layers: int = Field(4, ge=1)
-    heads: int = Field(4, ge=1)
-    kv_heads: int = Field(2, ge=1)
-    ffn_dim: int = Field(384, ge=8)
-    seq_len: int = Field(256, ge=2)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    tie_embeddings: bool = False
-    rope_theta: float = Field(10_000.0, gt=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> Model:
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(f"dim {self.dim} must be heads ({self.heads}) times an even head size")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        return self
-
-
-class Optimizer(Section):
-    """AdamW, linear warm-up, cosine decay to `lr * lr_min_ratio`, clipping by global norm."""
-
-    lr: float = Field(3e-3, gt=0)
-    lr_min_ratio: float = Field(0.1, ge=0, le=1)
-    warmup_steps: int = Field(20, ge=0)
-    weight_decay: float = Field(0.1, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    grad_clip: float = Field(1.0, gt=0)
-
-
-class Batch(Section):
-    """`global_samples` is the optimisation problem and never changes; `micro_samples` is what fits at once."""
-
-    global_samples: int = Field(24, ge=1)
-    micro_samples: int = Field(3, ge=1)
-
-
-class Data(Section):
-    """`corpus`: a directory of text files, or `stdlib` for the Python standard library's source."""
-
-    corpus: str = "stdlib"
-    suffixes: tuple[str, ...] = (".py",)
-    prepared: str = "runs/data/stdlib"
-    held_out_every: int = Field(20, ge=2)
-    shard_tokens: int = Field(8_388_608, ge=1024)
-
-
-class Evaluation(Section):
-    """Held-out loss over a fixed set of samples, every `interval_steps` and at the end."""
-
-    interval_steps: int = Field(100, ge=1)
-    samples: int = Field(48, ge=1)
-
-
-class StorageOptions(Section):
-    """Of a store behind a URL. Credentials are never given here: they come from where its client looks for them (for
-    S3 the environment, a profile, the machine's role), on each node.
-
-    endpoint: of an S3-compatible service. checksums: the extra ones of the S3 client, which some services refuse;
-    blocks have their own in any case. deadline_s: how long one request is tried again, before it counts as an outage.
-    """
-
-    endpoint: str | None = None
-    region: str | None = None
-    checksums: Literal["when_required", "when_supported"] = "when_required"
-    deadline_s: float = Field(20.0, gt=0)
-
-
-class Snapshot(Section):
-    """Copies in host memory, with a second copy in another failure domain.
-
-    `interval_steps`: so many steps apart; 0: as often as they cost at most `cost_max` of the step time.
-    `sources_max`: how many other ranks' shards one host can hold (two buffers each). 1 serves equal nodes;
-    after the loss of hosts the remaining ones of the smaller node hold more.
-
-    `disk`: a directory on each node's own disk, empty: none. Safe snapshots there outlive the loss of all memory.
-    `disk_interval_steps`: at least so many steps apart; 0: as often as the disks keep up.
-    """
-
-    interval_steps: int = Field(0, ge=0)
-    cost_max: float = Field(0.01, gt=0, le=1)
-    partner: bool = True
-    sources_max: int = Field(2, ge=1)
-    disk: str = Field("", pattern="^(/.*)?$")
-    disk_interval_steps: int = Field(0, ge=0)
-
-
-class Checkpoint(Section):
-    """Durable checkpoints in the run's storage.
-
-    `interval_steps`: so many steps apart; 0: as the cost of one and the rate of failures ask for (docs/checkpoints.md).
-
-    What stays beside the newest `keep`: of each `keep_every_steps` steps the first checkpoint (0: none), the
-    `keep_best` of lowest held-out loss (of those whose very step was evaluated), and what is pinned (`elastic ckpt`).
-    """
-
-    interval_steps: int = Field(0, ge=0)
-    keep: int = Field(3, ge=2)
-    keep_every_steps: int = Field(0, ge=0)
-    keep_best: int = Field(0, ge=0)
-
-
-class Control(Section):
-    """Limits of detection and recovery. Seconds unless the name says otherwise.
-
-    start_timeout_s: from a generation's order to its first step; where it reads a checkpoint from storage,
-    restore_timeout_s more.
-    upload_timeout_s: a checkpoint that is not committed after so long is given up for a newer one; at the end of a run
-    so long is waited for the last one.
-    """
-
-    heartbeat_s: float = Field(0.25, gt=0)
-    silence_s: float = Field(3.0, gt=0)
-    lease_s: float = Field(10.0, gt=0)
-    start_wait_s: float = Field(60.0, ge=0)
-    hosts_wait_s: float = Field(600.0, gt=0)
-    start_timeout_s: float = Field(60.0, gt=0)
-    restore_timeout_s: float = Field(1800.0, gt=0)
-    stop_timeout_s: float = Field(5.0, gt=0)
-    drain_timeout_s: float = Field(60.0, gt=0)
-    upload_timeout_s: float = Field(600.0, gt=0)
-    grow_wait_s: float = Field(5.0, ge=0)
-    failures_without_progress_max: int = Field(8, ge=1)
-    collective_timeout_s: float = Field(600.0, gt=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> Control:
-        if self.silence_s < 4 * self.heartbeat_s:
-            raise ValueError(
-                f"silence_s {self.silence_s} must be at least 4 heartbeats ({4 * self.heartbeat_s}): "
-                "a busy host may miss a few"
-            )
-        return self
-
-
-Policy = Literal["off", "observe", "act"]
-
-
-class Policies(Section):
-    """What each automatic judgement may do. observe: it is journaled and shown what would be done, and why.
-
-    evict: go on without a silent host. resize: take in hosts that appear. leave_out_slow: hosts whose check is slow
-    (docs/node_check.md), while there are enough others. rebalance: unequal shares. roll_back: after a loss spike.
-    quarantine: keep a suspected node out. What a person orders is done whatever stands here.
-    """
-
-    evict: Policy = "act"
-    resize: Policy = "act"
-    leave_out_slow: Policy = "observe"
-    rebalance: Policy = "observe"
-    roll_back: Policy = "observe"
-    quarantine: Policy = "observe"
-
-
-class Admission(Section):
-    """What a node must show before its hosts take part (docs/node_check.md).
-
-    Refused: less free memory than arena and trainer need and `memory_spare_bytes` beside, less than
-    `disk_free_bytes_min` for logs, a wrong result of a product or a copy, no answer from the network, storage that
-    can't be used from here (one that only does not answer for `storage_timeout_s` is marked). Slow: below
-    `slow_ratio` times the median of the other nodes (`policies.leave_out_slow`). A host that can't be refused for good
-    checks again every `again_s`.
-    A node that is lost the second time rests for `rest_s` before its new hosts take part, then twice as long each time
-    up to `rest_s_max`; after `forget_s` of membership its losses are forgotten.
-    """
-
-    enabled: bool = True
-    memory_spare_bytes: int = Field(256 << 20, ge=0)
-    disk_free_bytes_min: int = Field(256 << 20, ge=0)
-    slow_ratio: float = Field(0.5, gt=0, lt=1)
-    clock_offset_s_max: float = Field(2.0, gt=0)
-    device_timeout_s: int = Field(30, ge=1)
-    link_timeout_s: float = Field(5.0, gt=0)
-    storage_timeout_s: float = Field(10.0, gt=0)
-    again_s: float = Field(10.0, gt=0)
-    rest_s: float = Field(5.0, ge=0)
-    rest_s_max: float = Field(600.0, ge=0)
-    forget_s: float = Field(600.0, ge=0)
-
-
-class LocalCluster(Section):
-    """The Ray nodes that `elastic train` starts on this machine when no address is given."""
-
-    nodes: int = Field(2, ge=1)
-    hosts_per_node: int = Field(2, ge=1)
-
-
-class Sizes(Section):
-    """Sizes of the task's state. Of the built-in model they are computed; of a task of your own they are measured
-    before the run starts, where they are not given here.
-
-    shard_bytes: room for the largest shard (parameters, optimizer, registered state) in the smallest allowed world.
-    flops_per_token: of forward and backward.
-    """
-
-    shard_bytes: int | None = Field(None, ge=1)
-    flops_per_token: float | None = Field(None, gt=0)
-
-
-class Resize(Section):
-    """A planned change: from step `step` on, train on `hosts` hosts. A schedule of them makes the twin."""
-
-    step: int = Field(ge=0)
-    hosts: int = Field(ge=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

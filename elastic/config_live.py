@@ -6,7 +6,8 @@ import difflib
 from functools import lru_cache
 from typing import Any
 
-from elastic.config import Config, ConfigError, Policies, parse
+from elastic.config import Config, ConfigError, parse
+from elastic.config_sections import Policies
 
 # What may change in a running attempt: what the controller alone reads, at each decision.
 LIVE_KEYS = (

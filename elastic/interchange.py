@@ -14,6 +14,7 @@ from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.reader import Reader, Source
 from elastic.checkpoint.safetensors_file import SafetensorsSource
 from elastic.checkpoint.store import Store, open_store, store_at
+from elastic.checkpoint.upkeep import manifest_of, of_step
 from elastic.config import Config, ConfigError, Place
 from elastic.data.prepare import prepare
 from elastic.data.shards import read_manifest
@@ -47,8 +48,7 @@ def export_run(
         raise ConfigError(f"--dtype {dtype} is for --format safetensors --what model; the rest is exported as it is")
     store = store_at(place)
     entry = _checkpoint(store, place.url, step)
-    manifest = entry.manifest
-    assert manifest is not None, entry
+    manifest = manifest_of(entry)
     config, reader = config_of(place, manifest.attempt), Reader(store, manifest)
     with export.target(to, place.options) as target:
         if format == "dcp":
@@ -79,12 +79,10 @@ def _checkpoint(store: Store, where: str, step: int | None) -> Entry:
         if newest is None:
             raise CheckpointError(f"{where} has no checkpoint; give the directory or URL of a run that has one")
         return newest
-    alive, line = log.checkpoints(), {entry.number for entry in log.line()}
-    found = [entry for entry in alive if entry.manifest is not None and entry.manifest.key.step == step]
-    if not found:
-        there = ", ".join(str(entry.manifest.key.step) for entry in alive if entry.manifest) or "none"
-        raise CheckpointError(f"{where} has no checkpoint of step {step}; it has those of steps {there}")
-    return max(found, key=lambda entry: (entry.number in line, entry.number))
+    try:
+        return of_step(log, step)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _is(what: What, name: str) -> bool:

@@ -20,6 +20,9 @@ class SnapshotKey:
     generation: int
     step: int
 
+    def __str__(self) -> str:
+        return f"step {self.step} of generation {self.generation}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:

@@ -15,7 +15,8 @@ from elastic import segments
 from elastic.checkpoint.errors import StorageUnavailable
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.store import store_at
-from elastic.config import Config, ElasticError, Place, StorageOptions, parse
+from elastic.config import Config, ElasticError, Place, parse
+from elastic.config_sections import StorageOptions
 from elastic.data.order import digest, sample_ids
 from elastic.data.shards import Corpus
 from elastic.resume import saved_config

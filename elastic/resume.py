@@ -25,7 +25,9 @@ from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import About, Manifest, build
 from elastic.checkpoint.shard import of_object, table_object
 from elastic.checkpoint.store import Store, open_store, store_at
-from elastic.config import BUILT_IN_TASK, Config, ConfigError, Model, Place
+from elastic.checkpoint.upkeep import manifest_of, of_step
+from elastic.config import BUILT_IN_TASK, Config, ConfigError, Place
+from elastic.config_sections import Model
 from elastic.events import Uploaded
 from elastic.model.shape import tensor_sizes
 from elastic.plan import Stretch
@@ -114,7 +116,7 @@ def _go_on(config: Config, asked: Resume) -> Start:
     if entry is None:
         why = ["no earlier attempt committed a checkpoint"] if exists(config.place()) else []
         return Start(origin="; ".join(["from the seed", *damaged, *why]))
-    manifest = _manifest(entry)
+    manifest = manifest_of(entry)
     changes = _check(config, manifest, saved_config(store), asked)
     other = f" of run {manifest.about.run}" if manifest.about.run != config.run else ""
     told = f"from the checkpoint of step {manifest.key.step}{other} (log entry {entry.number}, attempt {entry.attempt})"
@@ -124,15 +126,12 @@ def _go_on(config: Config, asked: Resume) -> Start:
 
 
 def _of_step(config: Config, log: CommitLog, step: int) -> Entry:
-    """The checkpoint of `step`, rather on the run's line than off it."""
-    alive, line = log.checkpoints(), {entry.number for entry in log.line()}
-    found = [entry for entry in alive if _manifest(entry).key.step == step]
-    if not found:
+    try:
+        return of_step(log, step)
+    except ConfigError as error:
         raise ConfigError(
-            f"--resume {step}: run {config.run} has no checkpoint of step {step}; it has those of steps "
-            f"{_steps(alive)} (checkpoint.keep is {config.checkpoint.keep})"
-        )
-    return max(found, key=lambda entry: (entry.number in line, entry.number))
+            f"--resume {step}: run {config.run}: {error} (checkpoint.keep is {config.checkpoint.keep})"
+        ) from error
 
 
 def _newer(config: Config, log: CommitLog, entry: Entry) -> Iterator[str]:
@@ -144,7 +143,7 @@ def _newer(config: Config, log: CommitLog, entry: Entry) -> Iterator[str]:
         yield f"or from a newer one, up to step {stretches[-1].last}, if the nodes' disks have it whole"
         return
     records = lineage(segments.entries(config.place()))
-    if records and records[-1]["attempt"] >= log.branch() and records[-1]["step"] > _manifest(entry).key.step:
+    if records and records[-1]["attempt"] >= log.branch() and records[-1]["step"] > manifest_of(entry).key.step:
         last = records[-1]["step"]
         yield f"step {last} was the last completed, its state was only in the memory of hosts that are gone"
 
@@ -159,7 +158,7 @@ def disk_line(config: Config, log: CommitLog) -> tuple[Stretch, ...]:
     entry, found = log.newest_entry(), list[Stretch]()
     if entry is None or entry != log.line()[0] or not config.snapshot.disk:
         return ()
-    step, branch = _manifest(entry).key.step, log.branch()
+    step, branch = manifest_of(entry).key.step, log.branch()
     for record in lineage(segments.entries(config.place())):
         if record["step"] <= step:
             continue
@@ -189,12 +188,7 @@ def _given_up(log: CommitLog, entry: Entry) -> Iterator[str]:
 
 
 def _steps(entries: Sequence[Entry]) -> str:
-    return ", ".join(str(_manifest(entry).key.step) for entry in entries) or "none"
-
-
-def _manifest(entry: Entry) -> Manifest:
-    assert entry.manifest is not None, entry
-    return entry.manifest
+    return ", ".join(str(manifest_of(entry).key.step) for entry in entries) or "none"
 
 
 # ---------------------------------------------------------------- another run
@@ -206,7 +200,7 @@ def _begin_from(config: Config, asked: Resume) -> Start:
     entry = CommitLog(store).newest_entry()
     if entry is None:
         raise ConfigError(f"--resume {asked.point}: {where} has no checkpoint; give a run that has one")
-    manifest = _manifest(entry)
+    manifest = manifest_of(entry)
     return Start(
         origin=f"from step {manifest.key.step} of run {manifest.about.run} ({where}, log entry {entry.number})",
         step=manifest.key.step,

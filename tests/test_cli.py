@@ -126,7 +126,7 @@ def test_resume_is_decided_before_anything_starts(capsys: pytest.CaptureFixture[
     file, before = job(tmp_path, told), sorted(tmp_path.rglob("*"))
     for arguments, sentence in (
         (("--resume", "never"), "holds a run already"),
-        (("--resume", "7"), "it has those of steps 10"),
+        (("--resume", "7"), "those that exist are of steps 10"),
         (("--resume", "another"), "holds a run already, so it can't begin from another"),
         (("--set", "seed=5"), "or give --allow-change seed"),
         (("--set", "steps=5", "--allow-change", "steps"), "steps 5 is below 10"),

@@ -20,7 +20,7 @@ from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.pins import Pin, pin
 from elastic.checkpoint.store import DirectoryStore, MemoryStore
-from elastic.config import Checkpoint
+from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import ABOUT, commits, save, upload
@@ -104,7 +104,7 @@ def test_verify(capsys: pytest.CaptureFixture[str], run_dir: Path) -> None:
     code, out, _ = elastic(capsys, "verify", run_dir, "--step", 20)
     assert code == 1 and out.splitlines() == [
         "step 20 (log entry 3): damaged",
-        "  data/1-1-20/1.bin: bytes 0 to 64 of rank 1's shard of SnapshotKey(generation=1, step=20) fail their CRC "
+        "  data/1-1-20/1.bin: bytes 0 to 64 of rank 1's shard of step 20 of generation 1 fail their CRC "
         "(w[8:16]); use another copy or an older checkpoint",
     ]
     found = told(capsys, "verify", run_dir, "--all")

@@ -97,10 +97,11 @@ def test_going_back_and_what_auto_says_afterwards(tmp_path: Path) -> None:
 
 def test_a_step_without_checkpoint_is_refused_with_those_there_are(tmp_path: Path) -> None:
     run = trained(tmp_path)
-    assert "run r has no checkpoint of step 15; it has those of steps 10, 20, 30 (checkpoint.keep is 3)" in refusal(
-        run.config, 15
+    assert (
+        "run r: there is no checkpoint of step 15; those that exist are of steps 10, 20, 30 (checkpoint.keep is 3)"
+        in refusal(run.config, 15)
     )
-    assert "it has those of steps none" in refusal(config_in(tmp_path, run="new"), 15)
+    assert "those that exist are of steps none" in refusal(config_in(tmp_path, run="new"), 15)
 
 
 def test_a_finished_run_that_went_back_is_not_finished(tmp_path: Path) -> None:

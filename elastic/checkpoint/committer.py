@@ -16,7 +16,7 @@ from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import About, Manifest, build, restore_plan
 from elastic.checkpoint.pins import pinned
 from elastic.checkpoint.store import Store
-from elastic.config import Checkpoint
+from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted, CommitFailed, Uploaded
 from elastic.plan import SnapshotKey
 

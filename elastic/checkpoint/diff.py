@@ -1,4 +1,4 @@
-"""What two checkpoints differ in: what they are of, their tensors, and, read in slabs, their values."""
+"""What two checkpoints differ in: what they are of, their tensors, and, window by window, their values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from elastic.checkpoint.blocks import ITEM_BYTES
-from elastic.checkpoint.boxes import Boxes, Raw, slabs
+from elastic.checkpoint.blocks import ITEM_BYTES, Block
 from elastic.checkpoint.manifest import Manifest
+from elastic.checkpoint.reader import Reader, windows
 
-SLAB_BYTES = 16 << 20  # of one side; a slab may touch two sub-blocks more of each block that it meets
+SIDE_BYTES = 16 << 20  # of one side; a window may touch two sub-blocks more of each block that it meets
 
+Raw = npt.NDArray[np.unsignedinteger]
 Values = npt.NDArray[np.float64]
 
 
@@ -49,30 +50,30 @@ def facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def tensors_differ(a: Boxes, b: Boxes) -> Iterator[tuple[str, str, str]]:
+def tensors_differ(a: Reader, b: Reader) -> Iterator[tuple[str, str, str]]:
     """(name, what it is in a, in b), "" where it is not there."""
     for name in sorted({*a.tensors, *b.tensors}):
-        one, other = a.tensors.get(name), b.tensors.get(name)
+        one, other = _described(a.tensors.get(name)), _described(b.tensors.get(name))
         if one != other:
-            yield name, _described(one), _described(other)
+            yield name, one, other
 
 
-def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:
-    return f"{tensor[0]}{list(tensor[1])}" if tensor else ""
+def _described(tensor: Block | None) -> str:
+    return f"{tensor.dtype}{list(tensor.global_shape)}" if tensor else ""
 
 
-def values_differ(a: Boxes, b: Boxes) -> Iterator[ValuesDiffer]:
+def values_differ(a: Reader, b: Reader) -> Iterator[ValuesDiffer]:
     """Of each tensor that both have alike in shape and dtype, by name; those without a difference are left out."""
     for name in sorted(a.tensors):
         if a.tensors[name] == b.tensors.get(name) and (found := _values(a, b, name)).differing:
             yield found
 
 
-def _values(a: Boxes, b: Boxes, name: str) -> ValuesDiffer:
-    dtype, shape = a.tensors[name]
-    differing, elements, largest = 0, 0, 0.0
-    for box in slabs(shape, ITEM_BYTES[dtype], SLAB_BYTES):
-        one, other = a.read(name, box), b.read(name, box)
+def _values(a: Reader, b: Reader, name: str) -> ValuesDiffer:
+    tensor = a.tensors[name]
+    dtype, differing, elements, largest = tensor.dtype, 0, 0, 0.0
+    for window in windows(tensor, SIDE_BYTES):
+        one, other = (side.read(window).view(f"<u{ITEM_BYTES[dtype]}") for side in (a, b))
         unlike = one != other
         differing += int(unlike.sum())
         elements += unlike.size

@@ -21,7 +21,7 @@ from elastic.checkpoint.reader import Source, whole, windows
 from elastic.checkpoint.safetensors_file import INDEX, header
 from elastic.checkpoint.store import Store, open_store
 from elastic.checkpoint.values import FLOATS, cast
-from elastic.config import StorageOptions
+from elastic.config_sections import StorageOptions
 
 FILE_BYTES = 5_000_000_000
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.checkpoint.blocks import Ints
-from elastic.config import Model
+from elastic.config_sections import Model
 from elastic.model.shape import NORM_EPS, head_dim
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"

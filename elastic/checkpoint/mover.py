@@ -45,7 +45,7 @@ from elastic.checkpoint.read_through import ReadThrough
 from elastic.checkpoint.shard import of_buffer, put_shard
 from elastic.checkpoint.store import Store, open_store
 from elastic.checkpoint.wire import ECHO_BYTES_MAX
-from elastic.config import StorageOptions
+from elastic.config_sections import StorageOptions
 from elastic.events import Uploaded, from_json
 from elastic.plan import Endpoint, SnapshotKey
 

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from elastic.checkpoint import s3_bytes
+from elastic.checkpoint.bandwidth import Bandwidth
 from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
 from elastic.checkpoint.s3_bytes import PART_BYTES, PARTS_AT_ONCE
 from elastic.checkpoint.store import check_key
-from elastic.config import StorageOptions
+from elastic.config_sections import StorageOptions
 
 RETRY_S = (0.1, 5.0)
 CONNECT_S, ANSWER_S = 5, 30
@@ -63,6 +64,7 @@ class ObjectStore:
         self._scheme = urlsplit(url).scheme
         self._options = options or StorageOptions()
         self._deadline_s = self._options.deadline_s
+        self._limit = Bandwidth(1e6 * self._options.upload_mbs_max)
         self._lock = threading.Lock()
         self._opened: tuple[int, Any, str] | None = None
         _filesystem_class(self._scheme)
@@ -125,14 +127,17 @@ class ObjectStore:
         return self._scheme in ("s3", "s3a")
 
     def _write(self, fs: Any, path: str, data: memoryview) -> None:
-        if not self._is_s3:
-            fs.pipe_file(path, bytes(data))
-        elif len(data) < 2 * PART_BYTES:
+        if self._is_s3 and len(data) >= 2 * PART_BYTES:
+            s3_bytes.write_parts(fs.blocking, path, data, self._part)
+            return
+        self._limit.take(len(data))
+        if self._is_s3:
             s3_bytes.write(fs.blocking, path, data)
         else:
-            s3_bytes.write_parts(fs.blocking, path, data, self._part)
+            fs.pipe_file(path, bytes(data))
 
-    def _part(self, what: str, send: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _part(self, what: str, nbytes: int, send: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        self._limit.take(nbytes)
         return self._request(f"write {what}", lambda fs: send(fs.blocking))
 
     def _find(self, fs: Any, prefix: str) -> dict[str, int]:

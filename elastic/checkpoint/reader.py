@@ -42,15 +42,23 @@ def whole(name: str, dtype: str, shape: Ints) -> Block:
 
 
 def windows(block: Block, nbytes_max: int = WINDOW_BYTES) -> Iterator[Block]:
-    """`block` cut into rows (along the first dim) of at most so many bytes each, one row at least."""
-    if not block.sizes:
-        yield block
+    """`block` in row-major order, in windows of at most so many bytes each, one element at least."""
+    dim = next((dim for dim, size in enumerate(block.sizes) if size > 1), None)
+    if dim is None or block.nbytes <= nbytes_max:
+        if block.nbytes:
+            yield block
         return
-    rows = block.sizes[0]
+    rows = block.sizes[dim]
     step = max(1, nbytes_max * rows // max(1, block.nbytes))
     for row in range(0, rows, step):
-        offsets = (block.offsets[0] + row, *block.offsets[1:])
-        yield replace(block, offsets=offsets, sizes=(min(step, rows - row), *block.sizes[1:]))
+        offsets = (*block.offsets[:dim], block.offsets[dim] + row, *block.offsets[dim + 1 :])
+        sizes = (*block.sizes[:dim], min(step, rows - row), *block.sizes[dim + 1 :])
+        yield from windows(replace(block, offsets=offsets, sizes=sizes), nbytes_max)
+
+
+def strides(sizes: Ints, item_bytes: int) -> Ints:
+    """Bytes from one element to the next along each dim, of what lies in row-major order."""
+    return tuple(item_bytes * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def slices(box: Box, origin: Ints) -> tuple[slice, ...]:
@@ -80,7 +88,7 @@ class Reader:
     def read(self, window: Block) -> Bytes:
         item = ITEM_BYTES[window.dtype]
         out = np.empty((*window.sizes, item), dtype=np.uint8)
-        found = reads(window, self._have)
+        found = [read for read in reads(window, self._have) if math.prod(read.box[1])]
         for at in range(0, len(found), REQUESTS_AT_ONCE):
             some = found[at : at + REQUESTS_AT_ONCE]
             for read, part in zip(some, self._each(some)):
@@ -96,13 +104,12 @@ class Reader:
     def _part(self, read: Read) -> Bytes:
         """The box of `read`, in its shape, the bytes of one element last."""
         source, item = read.source, ITEM_BYTES[read.source.dtype]
-        if not source.sizes:
-            return self._bytes(read.rank, source.at, source.at + item, source.name).reshape(item)
-        row_bytes, rows = item * math.prod(source.sizes[1:]), read.box[1][0]
-        start = source.at + (read.box[0][0] - source.offsets[0]) * row_bytes
-        raw = self._bytes(read.rank, start, start + rows * row_bytes, source.name)
-        part: Bytes = raw.reshape(rows, *source.sizes[1:], item)
-        return part[(slice(None), *slices(read.box, source.offsets)[1:])]
+        offsets, sizes = read.box
+        apart = strides(source.sizes, item)
+        start = source.at + sum((at - first) * step for at, first, step in zip(offsets, source.offsets, apart))
+        stop = start + sum((size - 1) * step for size, step in zip(sizes, apart)) + item
+        raw = self._bytes(read.rank, start, stop, source.name)
+        return np.ndarray((*sizes, item), dtype=np.uint8, buffer=raw, strides=(*apart, 1))
 
     def _bytes(self, rank: int, start: int, stop: int, name: str) -> Bytes:
         """Of a rank's object, after the sub-blocks that they lie in were held against their CRCs."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from elastic.checkpoint.log import Entry
 from elastic.checkpoint.manifest import Manifest
 from elastic.checkpoint.shard import table_object
-from elastic.config import Checkpoint
+from elastic.config_sections import Checkpoint
 
 HELD_OUT = "held_out"  # the metric: nats per token, so lower is better
 

@@ -13,6 +13,7 @@ from typing import Any
 
 PART_BYTES = 8 << 20
 PARTS_AT_ONCE = 8
+PARTS_MAX = 10_000  # S3's own limit
 
 
 def client_like(fs: Any) -> Any:
@@ -35,22 +36,27 @@ def write(client: Any, path: str, data: memoryview) -> None:
     client.put_object(**_place(path), Body=bytes(data))
 
 
-Retried = Callable[[str, Callable[[Any], dict[str, Any]]], dict[str, Any]]
+Retried = Callable[[str, int, Callable[[Any], dict[str, Any]]], dict[str, Any]]
 
 
 def write_parts(client: Any, path: str, data: memoryview, retried: Retried) -> None:
-    """Several at once, each sent by `retried`, which may use a newer client. Aborted where that gives one up."""
+    """Several at once, each sent by `retried`, which is told its size and may use a newer client. Aborted where that
+    gives one up."""
     upload = {**_place(path), "UploadId": client.create_multipart_upload(**_place(path))["UploadId"]}
 
+    part_bytes = max(PART_BYTES, -(-len(data) // PARTS_MAX))
+
     def send(number: int) -> dict[str, Any]:
-        part = bytes(data[(number - 1) * PART_BYTES : number * PART_BYTES])  # the client takes no memoryview
+        part = bytes(data[(number - 1) * part_bytes : number * part_bytes])  # the client takes no memoryview
         answer = retried(
-            f"part {number} of {path}", lambda now: now.upload_part(**upload, PartNumber=number, Body=part)
+            f"part {number} of {path}",
+            len(part),
+            lambda now: now.upload_part(**upload, PartNumber=number, Body=part),
         )
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     try:
-        parts = in_parallel(send, range(1, 1 + -(-len(data) // PART_BYTES)))
+        parts = in_parallel(send, range(1, 1 + -(-len(data) // part_bytes)))
         client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
     except BaseException:
         with suppress(Exception):  # the service's own rule for old uploads is the second chance

@@ -12,7 +12,7 @@ import numpy as np
 
 from elastic.checkpoint.blocks import ITEM_BYTES, Block
 from elastic.checkpoint.errors import CheckpointError, ObjectMissing
-from elastic.checkpoint.reader import Bytes, whole
+from elastic.checkpoint.reader import Bytes, strides, whole
 from elastic.checkpoint.store import Store
 
 INDEX = "model.safetensors.index.json"
@@ -72,11 +72,9 @@ class SafetensorsSource:
 
     def read(self, window: Block) -> Bytes:
         file, start = self._at[window.name]
-        if window.sizes:
-            row_bytes = ITEM_BYTES[window.dtype]
-            for size in window.sizes[1:]:
-                row_bytes *= size
-            start += window.offsets[0] * row_bytes
+        start += sum(
+            at * step for at, step in zip(window.offsets, strides(window.global_shape, ITEM_BYTES[window.dtype]))
+        )
         data = self._store.get(file, start, start + window.nbytes)
         if len(data) != window.nbytes:
             raise CheckpointError(f"{file} ends within {window.name}; fetch it anew")

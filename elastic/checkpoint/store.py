@@ -15,13 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Protocol
 
+from elastic.checkpoint.bandwidth import Bandwidth
 from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
-from elastic.config import Place, StorageOptions
+from elastic.config import Place
+from elastic.config_sections import StorageOptions
 
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # full for now, or a mount away
 _TMP = ".tmp-"  # no key has a part that begins so: a half-written file is never an object
 FOLDERS_MAX = 1000  # of which it is remembered that they are durable
 OPEN_TRIES = 10
+PIECE_BYTES = 8 << 20
+NO_LIMIT = Bandwidth(0)
 
 
 class Store(Protocol):
@@ -49,10 +53,9 @@ def open_store(url: str, options: StorageOptions | None = None) -> Store:
     CheckpointError: it knows no such scheme. Nothing is connected before the first request.
     """
     scheme, separator, path = url.partition("://")
-    if not separator:
-        return DirectoryStore(Path(url))
-    if scheme == "file":
-        return DirectoryStore(Path(path))
+    if not separator or scheme == "file":
+        limit = Bandwidth(1e6 * options.upload_mbs_max) if options else NO_LIMIT
+        return DirectoryStore(Path(path if separator else url), limit)
     from elastic.checkpoint.object_store import ObjectStore
 
     return ObjectStore(url, options)
@@ -72,8 +75,8 @@ def check_key(key: str) -> None:
 class DirectoryStore:
     """A local or shared POSIX directory: write aside, fsync, rename or link, fsync the directory."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, limit: Bandwidth = NO_LIMIT) -> None:
+        self._root, self._limit = root, limit
         self._names = itertools.count()
         self._durable: set[Path] = set()
 
@@ -142,7 +145,10 @@ class DirectoryStore:
         aside = path.with_name(f"{_TMP}{os.getpid()}-{threading.get_ident()}-{next(self._names)}-{path.name}")
         try:
             with self._opened(aside) as file:
-                file.write(data)
+                for at in range(0, len(data), PIECE_BYTES):
+                    piece = data[at : at + PIECE_BYTES]
+                    self._limit.take(len(piece))
+                    file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
             yield aside, path

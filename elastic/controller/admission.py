@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic.config import Admission, Config
+from elastic.config import Config
+from elastic.config_sections import Admission
 from elastic.controller.actions import Action, AdmitHost, MarkHost, RefuseHost, RestNode
 from elastic.controller.membership import node_of
 from elastic.controller.state import TERMINAL, Decision, NodeLosses, Phase, RunState

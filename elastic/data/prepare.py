@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from elastic.config import ConfigError, Data
+from elastic.config import ConfigError
+from elastic.config_sections import Data
 from elastic.data.shards import (
     MANIFEST,
     SCHEMA,

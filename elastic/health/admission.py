@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from statistics import median
 
-from elastic.config import Admission
+from elastic.config_sections import Admission
 from elastic.events import NodeCheck
 
 _GB = 1e9

@@ -5,7 +5,7 @@ No torch here: the planner and the reports count without building anything.
 
 from __future__ import annotations
 
-from elastic.config import Model
+from elastic.config_sections import Model
 
 # A target at which nothing is predicted.
 NO_TARGET = -100

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from elastic.config import Model
+from elastic.config_sections import Model
 from elastic.model.shape import NO_TARGET, NORM_EPS, head_dim
 
 _INIT_STD = 0.02

@@ -24,7 +24,8 @@ from elastic.checkpoint import save
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, StateError, StorageUnavailable
 from elastic.checkpoint.store import store_at
-from elastic.config import Config, ConfigError, Sizes, TaskError
+from elastic.config import Config, ConfigError, TaskError
+from elastic.config_sections import Sizes
 from elastic.data.loader import Loader, MicroBatch, held_out_batches
 from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from elastic.config import Config, Optimizer, TaskError
+from elastic.config import Config, TaskError
+from elastic.config_sections import Optimizer
 
 Schedule = Callable[[int], float]
 

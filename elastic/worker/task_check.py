@@ -12,7 +12,8 @@ import subprocess
 import sys
 from typing import Any
 
-from elastic.config import Config, ConfigError, Sizes, TaskError
+from elastic.config import Config, ConfigError, TaskError
+from elastic.config_sections import Sizes
 from elastic.worker import task
 
 TIMEOUT_S = 300.0

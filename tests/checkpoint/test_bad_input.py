@@ -27,7 +27,7 @@ from elastic.checkpoint.manifest import restore_plan
 from elastic.checkpoint.restore import restore
 from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store
 from elastic.checkpoint.verify import damages
-from elastic.config import Checkpoint
+from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted, CommitFailed
 from tests.checkpoint.hosts import TOKEN, key
 from tests.checkpoint.stored import ABOUT, commits, save, upload

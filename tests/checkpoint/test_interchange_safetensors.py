@@ -506,7 +506,7 @@ def test_an_import_cut_off_before_its_commit_is_no_run(tmp_path: Path, hf: Path)
 def test_a_step_or_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     config = job(tmp_path)
     seeded(config)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 7; it has those of steps 3"):
+    with pytest.raises(ConfigError, match=r"there is no checkpoint of step 7; those that exist are of steps 3"):
         export(config, tmp_path / "out", step=7)
     with pytest.raises(ConfigError, match="--dtype float16 is for"):
         export(config, tmp_path / "out", what="all", dtype="float16")

@@ -19,7 +19,7 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import build, restore_plan
 from elastic.checkpoint.shard import check, of_object, sign, table_object
 from elastic.checkpoint.store import DirectoryStore, Store, open_store
-from elastic.config import Checkpoint
+from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted, CommitFailed
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import ABOUT, commits, manifest, upload

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic.checkpoint import importing
 from elastic.checkpoint.blocks import Block
@@ -15,8 +19,10 @@ from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.manifest import Manifest
 from elastic.checkpoint.reader import Reader, slices, whole, windows
 from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store
-from tests.checkpoint.stored import ABOUT
+from tests.checkpoint.hosts import key
+from tests.checkpoint.stored import ABOUT, save
 
+LARGE = {"w": ("float32", np.random.default_rng(0).standard_normal((1000, 1500), dtype=np.float32))}
 Arrays = dict[str, np.ndarray]
 
 
@@ -65,8 +71,34 @@ def test_windows_of_any_layout(seed: int) -> None:
     for block in reader.blocks:
         for nbytes_max in (1, 100, 1 << 20):
             found = [reader.read(window) for window in windows(block, nbytes_max)]
-            assert all(len(part) <= max(nbytes_max, block.nbytes // max(1, block.sizes[0])) for part in found[1:])
+            assert all(len(part) <= max(nbytes_max, arrays[block.name].itemsize) for part in found)
             assert np.concatenate(found).tobytes() == arrays[block.name].tobytes()
+
+
+@pytest.fixture(scope="module", params=[(1, 0), (3, 0), (3, 1)], ids=["whole", "rows", "columns"])
+def large(request: pytest.FixtureRequest) -> Reader:
+    (world, dim), store = request.param, MemoryStore()
+    return Reader(store, save(store, key(1, 10), LARGE, world=world, dim=dim))
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_box_is_read_from_any_layout(large: Reader, data: st.DataObject) -> None:
+    values, block = LARGE["w"][1], large.tensors["w"]
+    offsets = tuple(data.draw(st.integers(0, size)) for size in values.shape)
+    sizes = tuple(data.draw(st.integers(0, size - at)) for size, at in zip(values.shape, offsets))
+    want = values[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
+    assert large.read(replace(block, offsets=offsets, sizes=sizes)).tobytes() == want.tobytes()
+
+
+@given(st.lists(st.integers(0, 7), max_size=4), st.sampled_from(["uint8", "int16", "float32"]), st.integers(1, 64))
+def test_windows_cover_everything_once_in_order_and_none_is_too_large(shape: list[int], dtype: str, limit: int) -> None:
+    places = np.arange(math.prod(shape)).reshape(shape)
+    seen = []
+    for window in windows(whole("w", dtype, tuple(shape)), limit):
+        seen.append(places[slices((window.offsets, window.sizes), (0,) * len(shape))].reshape(-1))
+        assert window.nbytes <= limit or math.prod(window.sizes) == 1
+    assert np.array_equal(np.concatenate([*seen, []]), places.reshape(-1))
 
 
 def test_each_byte_is_fetched_about_once() -> None:

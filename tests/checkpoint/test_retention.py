@@ -17,7 +17,7 @@ from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import Manifest
 from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store
-from elastic.config import Checkpoint
+from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import ABOUT, commits, manifest, upload

@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from elastic.config import ConfigError, Data
+from elastic.config import ConfigError
+from elastic.config_sections import Data
 from elastic.data.prepare import list_files, prepare, split_of
 from elastic.data.shards import read_manifest
 

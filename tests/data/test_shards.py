@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from elastic.config import Data
+from elastic.config_sections import Data
 from elastic.data.prepare import prepare
 from elastic.data.shards import SPLITS, Corpus, DataError, Split, read_manifest
 

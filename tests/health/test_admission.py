@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.config import Admission
+from elastic.config_sections import Admission
 from elastic.events import NodeCheck
 from elastic.health.admission import cut_off, fits, oddities, refusal, rest_s, slow
 

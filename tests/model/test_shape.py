@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from elastic.config import Model
+from elastic.config_sections import Model
 from elastic.model import shape
 from elastic.model.transformer import Transformer
 

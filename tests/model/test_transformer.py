@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from elastic.config import Model
+from elastic.config_sections import Model
 from elastic.model import shape
 from elastic.model.transformer import Transformer, initialise, loss_sum, rotate
 

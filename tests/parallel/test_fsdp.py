@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from elastic.config import Model
+from elastic.config_sections import Model
 from elastic.model.transformer import Transformer, initialise, loss_sum
 from elastic.parallel.apply import parallelize
 from elastic.parallel.fsdp import Precision, accumulate, repeated_blocks

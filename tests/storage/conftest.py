@@ -9,7 +9,7 @@ import pytest
 import s3fs
 
 from elastic.checkpoint.object_store import ObjectStore
-from elastic.config import StorageOptions
+from elastic.config_sections import StorageOptions
 from tests.storage.servers import KEY, SECRET, Proxy, Seaweed, credentials
 
 _numbers = itertools.count()

@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic.checkpoint.object_store import ObjectStore
 from elastic.checkpoint.store import DirectoryStore
-from elastic.config import StorageOptions
+from elastic.config_sections import StorageOptions
 from tests.storage import protocol
 from tests.storage.disk import Disk, watched
 

@@ -27,7 +27,7 @@ from elastic.checkpoint.shard import put_shard
 from elastic.checkpoint.store import DirectoryStore, Store
 from elastic.checkpoint.upkeep import collect
 from elastic.checkpoint.verify import damages
-from elastic.config import Checkpoint
+from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted, Uploaded
 from elastic.plan import SnapshotKey
 from elastic.segments import Sealer, recover

@@ -22,7 +22,7 @@ from elastic.checkpoint.manifest import restore_plan
 from elastic.checkpoint.object_store import PART_BYTES, ObjectStore
 from elastic.checkpoint.restore import restore
 from elastic.checkpoint.store import DirectoryStore, Store
-from elastic.config import StorageOptions
+from elastic.config_sections import StorageOptions
 from elastic.segments import FILE
 from tests.checkpoint.layouts import nowhere
 from tests.storage.crashes import Told, Writer, on_directory, on_objects, writer

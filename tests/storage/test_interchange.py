@@ -12,7 +12,8 @@ from elastic.checkpoint.object_store import PART_BYTES, ObjectStore
 from elastic.checkpoint.reader import Reader
 from elastic.checkpoint.save import entries
 from elastic.checkpoint.store import store_at
-from elastic.config import Config, StorageOptions
+from elastic.config import Config
+from elastic.config_sections import StorageOptions
 from elastic.interchange import Format, export_run, import_run
 from tests.checkpoint.llamas import State, build_model, commit, job, store_shard
 from tests.storage.servers import Proxy, Request

@@ -10,13 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 from elastic import segments
+from elastic.checkpoint import s3_bytes
+from elastic.checkpoint.bandwidth import Bandwidth
 from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.object_store import PART_BYTES, ObjectStore
 from elastic.checkpoint.probe import check_storage, probe
 from elastic.checkpoint.store import store_at
 from elastic.cluster.ray_train import checkpoint_of
-from elastic.config import ConfigError, Place, StorageOptions
+from elastic.config import ConfigError, Place
+from elastic.config_sections import StorageOptions
 from elastic.telemetry import journal
 from tests.storage.servers import Proxy, Request
 
@@ -49,6 +52,26 @@ def test_a_large_object_goes_in_parts(store: ObjectStore, proxy: Proxy) -> None:
     assert store.get("data/1/0.bin", 3, 3 * PART_BYTES) == data[3 : 3 * PART_BYTES]
     assert store.get("data/1/0.bin", PART_BYTES, 9 * PART_BYTES) == data[PART_BYTES:]
     assert store.get("data/1/0.bin", 3 * PART_BYTES) == data[3 * PART_BYTES :]
+
+
+def test_a_shard_of_more_parts_than_a_service_takes(
+    store: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_bytes, "PARTS_MAX", 3)
+    data = os.urandom(5 * PART_BYTES + 123)
+    store.put("data/1/0.bin", memoryview(data))
+    assert sum("partNumber" in request.path for request in proxy.requests) == 3
+    assert store.get("data/1/0.bin") == data
+
+
+def test_an_upload_keeps_to_its_limit(url: str, options: StorageOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte is asked for before it goes, by parts; what a limit is, tests/checkpoint/test_bandwidth.py shows."""
+    taken: list[tuple[float, int]] = []
+    monkeypatch.setattr(Bandwidth, "take", lambda self, nbytes: taken.append((self._bytes_s, nbytes)))
+    store = ObjectStore(url, options.model_copy(update={"upload_mbs_max": 2.5}))
+    for nbytes in (0, 1000, 2 * PART_BYTES + 7):
+        store.put(f"data/1/{nbytes}.bin", os.urandom(nbytes))
+    assert sorted(taken) == [(2.5e6, nbytes) for nbytes in (0, 7, 1000, PART_BYTES, PART_BYTES)]
 
 
 def test_a_large_upload_that_is_given_up_leaves_no_parts(store: ObjectStore, proxy: Proxy) -> None:

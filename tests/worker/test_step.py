@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.config import Optimizer
+from elastic.config_sections import Optimizer
 from elastic.data.loader import MicroBatch
 from elastic.data.order import digest
 from elastic.worker.schedule import warmup_cosine
