@@ -147,6 +147,7 @@ def test_the_job_goes_on_from_the_disks_of_its_nodes(tmp_path: Path) -> None:
     assert twin.differences(entries, undisturbed) == [], "bit for bit"
 
 
+@pytest.mark.long
 def test_a_flipped_bit_on_one_disk_is_told_and_something_older_taken(tmp_path: Path) -> None:
     configs = killed(tmp_path)
     config = configs[0]

@@ -48,6 +48,7 @@ def test_resize_and_drain_redo_nothing(tmp_path: Path) -> None:
     assert [record["step"] for record in lineage(journal.read_file(run.journal))] == list(range(1, 81))
 
 
+@pytest.mark.long
 def test_a_paused_run_outlives_all_its_hosts(tmp_path: Path) -> None:
     config = small(tmp_path, steps=40, checkpoint={"interval_steps": 1000})
     with Running(config, tmp_path, nodes=2, hosts_per_node=1) as run:

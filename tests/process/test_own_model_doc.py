@@ -73,6 +73,7 @@ def test_killed_and_restored_it_computes_the_same(tmp_path: Path, task: str) -> 
     assert found[30]["loss"] < found[1]["loss"]
 
 
+@pytest.mark.long
 def test_own_loop_reports_and_registered_state_goes_on(tmp_path: Path) -> None:
     """The whole cluster is lost: state comes back from storage, and counts on where it was."""
     config = prepared(tmp_path / "lost", "my_state.py:train", hosts_min=2)
@@ -128,6 +129,7 @@ def train(ctx):
 """
 
 
+@pytest.mark.long
 def test_state_that_no_snapshot_has_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "strange"
     path.mkdir()

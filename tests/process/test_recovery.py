@@ -135,6 +135,7 @@ def test_a_host_that_hears_nothing_for_a_lease_stops_its_trainer(tmp_path: Path)
         run.until(lambda: run.driver.state.generation == 2 and run.driver.state.phase is Phase.RUNNING)
 
 
+@pytest.mark.long
 def test_a_module_that_starts_a_thread_is_left_to_the_trainers(tmp_path: Path) -> None:
     config = small(tmp_path, steps=4, hosts_max=1, task="tests.process.threaded:Threaded")
     with Running(config, tmp_path, nodes=1, hosts_per_node=1) as run:

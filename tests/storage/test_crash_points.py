@@ -155,6 +155,7 @@ def fenced_off(old: Told, new: Told, before: list[Entry], after: list[Entry]) ->
         assert old.ended == "done" and old.found == [(new.claimed, new.committed[0][1])] and len(after) == 2
 
 
+@pytest.mark.long
 def test_a_writer_frozen_at_every_point_ends_itself(tmp_path: Path) -> None:
     for at in range(points_of_one_step(tmp_path / "whole")):
         check_frozen_on_directory(at, tmp_path / str(at))
@@ -269,6 +270,7 @@ def gate(seaweed: Seaweed) -> Iterator[Gate]:
     found.close()
 
 
+@pytest.mark.long
 def test_an_object_store_at_many_points(seaweed: Seaweed, gate: Gate, url: str, tmp_path: Path) -> None:
     on_s3 = OnS3(seaweed, gate, url, tmp_path / "aside")
     points = on_s3.points()
@@ -277,6 +279,7 @@ def test_an_object_store_at_many_points(seaweed: Seaweed, gate: Gate, url: str, 
         on_s3.crash(at, moment)
 
 
+@pytest.mark.long
 def test_an_upload_in_parts(seaweed: Seaweed, gate: Gate, url: str, tmp_path: Path) -> None:
     on_s3 = OnS3(seaweed, gate, url, tmp_path / "aside", large_bytes=2 * PART_BYTES)
     points = [(at, moment) for at, moment in on_s3.points() if "upload" in on_s3.requests[at]]
@@ -284,6 +287,7 @@ def test_an_upload_in_parts(seaweed: Seaweed, gate: Gate, url: str, tmp_path: Pa
         on_s3.crash(at, moment)
 
 
+@pytest.mark.long
 def test_a_writer_frozen_at_a_request_ends_itself(seaweed: Seaweed, gate: Gate, url: str, tmp_path: Path) -> None:
     on_s3, chance = OnS3(seaweed, gate, url, tmp_path / "aside"), Random(SEED)
     for at in chance.sample(on_s3.writes(), FROZEN_ON_S3):
