@@ -31,6 +31,7 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
 from elastic.checkpoint.store import Store, store_at
 from elastic.clock import RealClock
+from elastic.cluster.notices import Notices
 from elastic.cluster.stream import Server
 from elastic.config import Config, ElasticError
 from elastic.controller import requests
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "elastic"
 MEMORY = "coordinator.json"  # in the run's directory
+NODE_ID_DIGITS = 12  # of Ray's, that name a node here
 CALL_TIMEOUT_S = 60.0
 IDLE_S = 0.5
 RECENT_STEPS = 20
@@ -140,6 +142,8 @@ class Coordinator:
         if self._group:
             self._resume()
         threading.Thread(target=self._serve, name="driver", daemon=True).start()
+        if ray.is_initialized():
+            Notices(self.request, _draining_nodes)
 
     # ------------------------------------------------------------ called from outside
 
@@ -364,6 +368,12 @@ def start(config: Config, asked: Resume | None = None, *, name_free_s: float = N
                 f"run {config.run} is already running in this cluster; stop it, or give this one another name (run: "
                 "...)"
             ) from error
+
+
+def _draining_nodes() -> dict[str, int]:
+    from elastic.cluster import ray_private  # seconds of imports, which `elastic status` does without
+
+    return {node[:NODE_ID_DIGITS]: end_ms for node, end_ms in ray_private.draining_nodes().items()}
 
 
 def find(run: str) -> Any:

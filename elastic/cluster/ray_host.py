@@ -20,7 +20,6 @@ from elastic.telemetry.logs import host_log
 
 logger = logging.getLogger(__name__)
 
-NODE_ID_DIGITS = 12
 OUTCOME_TIMEOUT_S = 60.0
 
 
@@ -57,7 +56,7 @@ def host(given: dict[str, Any]) -> dict[str, Any]:
 
 def settings_of(config: Config) -> HostSettings:
     context = ray.get_runtime_context()
-    node = context.get_node_id()[:NODE_ID_DIGITS]
+    node = context.get_node_id()[: coordinator.NODE_ID_DIGITS]
     slot = ray.train.get_context().get_world_rank()
     reached = ray.get(coordinator.find(config.run).endpoint.remote(), timeout=coordinator.CALL_TIMEOUT_S)
     return HostSettings(

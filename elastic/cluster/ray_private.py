@@ -42,6 +42,7 @@ check_version(ray.__version__)
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private import services
 from ray._private import utils as ray_utils
+from ray._private.state import state
 from ray.train import BackendConfig, Result, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -321,6 +322,11 @@ class InPlaceTrainer(DataParallelTrainer):
             self._register_sigint_handler(controller)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())
+
+
+def draining_nodes() -> dict[str, int]:
+    """Id of each node that Ray drains: when it will end, in milliseconds since the epoch, 0: not known."""
+    return dict(state.get_draining_nodes())
 
 
 def bootstrap_address(address: str) -> str:

@@ -97,6 +97,7 @@ SIGNATURES = {
     "ray.cluster_utils:Cluster.remove_node": "self, node, allow_graceful",
     "ray.cluster_utils:Cluster.shutdown": "self",
     "ray._private.utils:set_sigterm_handler": "sigterm_handler",
+    "ray._private.state:GlobalState.get_draining_nodes": "self",
     "ray._private.services:canonicalize_bootstrap_address": "addr, temp_dir",
     "ray._common.utils:get_default_ray_temp_dir": "",
     "ray._private.node:Node.node_id": None,
