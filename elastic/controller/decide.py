@@ -35,7 +35,7 @@ def decide(state: RunState, event: events.Event, now_s: float, config: Config) -
     taken = _TAKE[type(event)](state, event, now_s, effective(state, config))
     config = effective(taken.state, config)  # what the event has set counts from here on
     reviewed = admission.review(state, taken.state, now_s, config)
-    advanced = _advance(reviewed.state, now_s, config)
+    advanced = _advance(durability.drop_if_lost(reviewed.state), now_s, config)
     decision = Decision(
         state=advanced.state,
         actions=taken.actions + reviewed.actions + advanced.actions,
@@ -156,7 +156,7 @@ def _step_safe(state: RunState, event: events.StepSafe, now_s: float, config: Co
     why = durability.why_due(state, key.step, now_s, config) if state.upload is None else None
     if why is not None:
         pace = checkpoint_pace.upload_began(state.pace)
-        after = replace(after, upload=key, upload_since_s=now_s, checkpoint_wanted=False, pace=pace)
+        after = durability.began(replace(after, pace=pace), key, now_s)
         actions, reason = [UploadSnapshot(key=key)], f"checkpoint of step {key.step} is due{why}"
     if disk.is_due(state, key, now_s, config):
         after = disk.began(after, key, now_s)

@@ -251,12 +251,12 @@ class Driver:
         key = self.state.upload
         if key is None or self._submitted == (key, self.state.upload_since_s):
             return
-        if self._uploads.complete(key, len(self.state.members)) is not None:
+        if self._uploads.complete(key, len(self.state.upload_hosts)) is not None:
             self._submitted = (key, self.state.upload_since_s)
             self.take(events.UploadCompleted(key=key))
 
     def _commit(self, key: SnapshotKey) -> None:
-        uploads = self._uploads.complete(key, len(self.state.members))
+        uploads = self._uploads.complete(key, len(self.state.upload_hosts))
         assert uploads is not None, key
         # A restarted coordinator has not heard of the evaluation; the checkpoint is as good without its loss.
         loss = dict(self._held_out).get(key)

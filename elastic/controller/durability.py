@@ -39,6 +39,18 @@ def _may_try(state: RunState, now_s: float) -> bool:
     return not state.commit_failures or now_s - state.upload_since_s >= wait_s
 
 
+def began(state: RunState, key: SnapshotKey, now_s: float) -> RunState:
+    """The hosts of this generation upload their shards of `key`, whatever becomes of the generation."""
+    return replace(state, upload=key, upload_hosts=state.members, upload_since_s=now_s, checkpoint_wanted=False)
+
+
+def drop_if_lost(state: RunState) -> RunState:
+    """An upload outlives its trainers and its generation, not the hosts that hold its shards."""
+    if state.upload is None or all(host in state.hosts and host not in state.silent for host in state.upload_hosts):
+        return state
+    return replace(state, upload=None, checkpoint_wanted=True)
+
+
 def save_newest(state: RunState, now_s: float, config: Config) -> Decision:
     """While no trainer runs: have the newest step uploaded; what failed or takes too long is tried again."""
     if state.upload is not None:
@@ -46,8 +58,8 @@ def save_newest(state: RunState, now_s: float, config: Config) -> Decision:
     if not _may_try(state, now_s):
         return Decision(state=state)
     key = SnapshotKey(generation=state.generation, step=state.step)
-    asked = replace(state, upload=key, keep=key, upload_since_s=now_s, checkpoint_wanted=False)
-    return Decision(state=asked, actions=(UploadSnapshot(key=key),))
+    asked = began(state, key, now_s)
+    return Decision(state=replace(asked, keep=key), actions=(UploadSnapshot(key=key),))
 
 
 def give_up_if_late(state: RunState, now_s: float, config: Config) -> Decision:

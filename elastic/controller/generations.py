@@ -59,7 +59,6 @@ def start(state: RunState, now_s: float, config: Config) -> Decision:
         highest_step=max(step, state.highest_step),
         safe=None,
         keep=restore.key if restore else None,
-        upload=None,
         disk=replace(state.disk, writing=None),
         draining="",
         drain_since_s=0.0,
@@ -233,7 +232,6 @@ def paused(state: RunState, step: int, now_s: float, config: Config) -> Decision
         step=step,
         highest_step=max(step, state.highest_step),
         since_s=now_s,
-        upload=None,
         draining="",
         drain_since_s=0.0,
         incident=None,
@@ -245,7 +243,7 @@ def paused(state: RunState, step: int, now_s: float, config: Config) -> Decision
         ended = _end(at_pause, now_s, config)
         return replace(ended, reason=f"{reason}; {ended.reason}")
     key = SnapshotKey(generation=state.generation, step=step)
-    saving = replace(at_pause, phase=Phase.SAVING, upload=key, keep=key, upload_since_s=now_s)
+    saving = durability.began(replace(at_pause, phase=Phase.SAVING, keep=key), key, now_s)
     return Decision(state=saving, actions=(UploadSnapshot(key=key),), reason=reason)
 
 

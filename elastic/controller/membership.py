@@ -129,8 +129,9 @@ def node_of(hosts: Mapping[str, Report], host: str) -> str:
 
 
 def needed_nodes(state: RunState) -> frozenset[str]:
-    """Nodes that must stay: they take part, or may have the only copy of the state."""
+    """Nodes that must stay: they take part, upload a checkpoint, or may have the only copy of the state."""
     is_safe = state.safe is not None and state.safe.generation == state.generation
     if not state.members or (not is_safe and state.durable_step < state.step):
         return frozenset(report.node for report in state.hosts.values())
-    return frozenset(node_of(state.hosts, host) for host in state.members)
+    uploading = state.upload_hosts if state.upload is not None else ()
+    return frozenset(node_of(state.hosts, host) for host in (*state.members, *uploading))

@@ -33,7 +33,7 @@ def _order(state: RunState, host: str, rank: int | None) -> Order:
         assignment=state.assignments[rank] if running and rank is not None else None,
         drain=running and bool(state.draining),
         keep=state.keep,
-        upload=state.upload if rank is not None else None,
+        upload=state.upload if host in state.upload_hosts else None,
         finish=state.phase in TERMINAL,
         neighbours=neighbours(state, host),
         disk=disk.order(state, is_member=rank is not None, is_finished=state.phase is Phase.FINISHED),

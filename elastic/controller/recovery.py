@@ -159,7 +159,6 @@ def fail_generation(
         incidents=incident.number,
         failures_without_progress=1 if progressed else state.failures_without_progress + 1,
         highest_at_failure=state.highest_step,
-        upload=None,
         draining="",
         drain_since_s=0.0,
         candidate_since_s=None,

@@ -90,8 +90,9 @@ class RunState:
     `settings`: what people ordered. `observed`: what policies in observe mode would do, by what it concerns. `keep`:
     what hosts may not overwrite. `older`: checkpoints before `durable`, newest first. `pace`: what checkpoints cost.
     `began_s`: when the attempt did. `durable_at_s`: when `durable` was committed, or the attempt began.
-    `upload_since_s`: when the present upload began, or the last one failed. `not_durable`: why the newest tries to
-    commit a checkpoint failed, and since when. `waiting_for`: why no membership forms. `enough_since_s`: since when
+    `upload_hosts`: who has a shard of what is uploaded, by rank. `upload_since_s`: when the present upload began, or
+    the last one failed. `not_durable`: why the newest tries to commit a checkpoint failed, and since when.
+    `waiting_for`: why no membership forms. `enough_since_s`: since when
     WAITING has had hosts_min ready hosts, None while it has not.
     """
 
@@ -124,6 +125,7 @@ class RunState:
     durable: RestorePlan | None = None
     older: tuple[RestorePlan, ...] = ()
     upload: SnapshotKey | None = None
+    upload_hosts: tuple[str, ...] = ()
     upload_since_s: float = 0.0
     commit_failures: int = 0
     pace: Pace = field(default_factory=Pace)
@@ -170,8 +172,8 @@ class Decision:
 
 def released(state: RunState) -> SnapshotKey | None:
     """What hosts may not overwrite: what is being copied from memory, else the newest safe snapshot of this generation,
-    else what was kept."""
-    busy = [key for key in (state.upload, state.disk.writing) if key is not None]
+    else what was kept. What an earlier generation's upload reads is protected by the movers' pins alone."""
+    busy = [key for key in (state.upload, state.disk.writing) if key is not None and key.generation == state.generation]
     if busy:
         return min(busy)
     newest = state.safe

@@ -220,7 +220,7 @@ def test_a_manifest_needs_every_shard_whole(store: Store) -> None:
     assert build(store, uploads, **arguments).world == 3  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"ranks \[0, 1\]"):
         build(store, uploads[:2], **arguments)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"wanted rank 0 of .*step=11"):
+    with pytest.raises(CheckpointError, match=r"wanted rank 0 of step 11"):
         build(store, uploads, **{**arguments, "key": key(1, 11)})  # type: ignore[arg-type]
     store.put(uploads[1].object, b"cut")
     with pytest.raises(CheckpointError, match="has 3 bytes"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from elastic import events
-from elastic.controller.actions import UploadSnapshot
+from elastic.controller.actions import CommitCheckpoint, UploadSnapshot
 from elastic.controller.durability import WAIT_S_MAX
+from elastic.controller.membership import needed_nodes
+from elastic.controller.orders import order_for
 from elastic.controller.state import ALIVE, Phase
 from elastic.events import Exit
 from elastic.plan import RestorePlan, SnapshotKey
@@ -17,7 +19,7 @@ def key(step: int) -> SnapshotKey:
 
 def training(steps: int = 100_000) -> Table:
     """Two hosts, a checkpoint due at each third step, step 3 under upload."""
-    table = Table(config(steps=steps, hosts_max=2, checkpoint={"interval_steps": 3}))
+    table = Table(config(steps=steps, hosts_min=1, hosts_max=2, checkpoint={"interval_steps": 3}))
     table.take(events.RunStarted(run="t", attempt=1, generation=0, durable=None))
     table.join("a/0", "b/0")
     table.run_all()
@@ -79,6 +81,43 @@ def test_a_failure_of_an_older_generation_is_no_news() -> None:
     table = training()
     table.take(events.CommitFailed(key=SnapshotKey(generation=0, step=3), reason="503"))
     assert table.state.upload == key(3) and not table.state.commit_failures
+
+
+def test_an_upload_goes_on_when_a_trainer_dies_and_is_committed_in_the_next_generation() -> None:
+    table = training()
+    first = table.state.members
+    table.take(events.CheckpointRequested(who="me", why="lunch"))
+    table.trainer(first[0], "exited", Exit(kind="lost", step=3, signal=9), holdings=(table.holding(3, 0),))
+    assert table.state.phase is Phase.STOPPING and table.state.upload == key(3)
+    stopped = Exit(kind="stopped", step=3, signal=9)
+    table.trainer(first[1], "exited", stopped, holdings=(table.holding(3, 1),))
+    assert table.state.generation == 2 and table.state.upload == key(3) and table.state.upload_hosts == first
+    assert all(order_for(table.state, host).upload == key(3) for host in first)
+    assert UploadSnapshot(key=key(4)) not in table.step(4).actions, "one at a time"
+    assert table.take(events.UploadCompleted(key=key(3))).actions == (CommitCheckpoint(key=key(3)),)
+    done = events.CheckpointCommitted(key=key(3), number=2, restore=RestorePlan(key=key(3), world=2, sources=()))
+    table.take(done)
+    assert table.state.durable_step == 3 and table.state.upload is None and table.state.checkpoint_wanted
+
+
+def test_an_upload_ends_with_a_host_that_holds_a_shard_and_is_owed_then() -> None:
+    table = training()
+    table.take(events.HostGone(host=table.state.members[1], reason="reset"))
+    assert table.state.upload is None and table.state.checkpoint_wanted
+
+
+def test_a_node_that_is_drained_stays_needed_until_its_upload_has_ended() -> None:
+    table = training()
+    table.take(events.NodeQuarantined(node="b", why="new disk"))
+    table.exit_all("paused", 3)
+    assert table.state.members == ("a/0",) and table.state.upload == key(3)
+    table.run_all()
+    table.step(4)
+    table.take(events.StepSafe(key=SnapshotKey(generation=2, step=4)))
+    assert needed_nodes(table.state) == {"a", "b"} and order_for(table.state, "b/0").upload == key(3)
+    done = events.CheckpointCommitted(key=key(3), number=2, restore=RestorePlan(key=key(3), world=2, sources=()))
+    table.take(done)
+    assert needed_nodes(table.state) == {"a"}
 
 
 def test_a_checkpoint_that_was_asked_for_is_still_owed_when_it_failed() -> None:

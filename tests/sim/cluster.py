@@ -60,17 +60,19 @@ def held_out(step: int) -> float | None:
 
 
 class SimCommits:
-    """The commit log: a manifest at a time, sometimes refused by the store. `with_loss`: how many came with theirs."""
+    """The commit log: a manifest at a time, sometimes refused by the store. `with_loss`: how many came with theirs;
+    `outlived`: how many of a generation that had ended."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.with_loss = 0
+        self.with_loss = self.outlived = 0
         self._results: list[events.CheckpointCommitted | events.CommitFailed] = []
 
     def submit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float]) -> None:
         # A coordinator that was restarted may not know it; a wrong one never.
         assert not metrics or metrics == {"held_out": held_out(key.step)}, (key, metrics)
         self.with_loss += bool(metrics)
+        self.outlived += key.generation < self._world.driver.state.generation
         limit_s = GIVE_UP_S if self._world.storage_is_down else 0.3
         self._world.after(self._world.draw(0.01, limit_s), self._commit, key, uploads)
 

@@ -39,6 +39,7 @@ class Shard:
     world: int
     content: int | None
     sealed: bool = False
+    pinned: bool = False
 
     @property
     def state(self) -> State:
@@ -242,28 +243,34 @@ class SimHost:
     def _upload(self, key: SnapshotKey) -> None:
         shard = next((s for s in self.own if s.key == key and s.sealed), None)
         done = any(u.key == key for u in self.uploads)
-        if shard is None or done or self.uploading is not None:
+        if done or self.uploading is not None:
             return
-        self.uploading = key
+        if shard is None:
+            failed = self.upload_failure is not None and self.upload_failure.key == key
+            if not failed and all(own.key != key for own in self.own):
+                self._upload_failed(key, "not in this host's arena any more")
+            return
+        self.uploading, shard.pinned = key, True
         limit_s = GIVE_UP_S if self.world.storage_is_down else 0.5
         self.world.after(self.world.draw(0.01, limit_s), self._uploaded, shard, shard.key, shard.content)
 
     def _uploaded(self, shard: Shard, key: SnapshotKey, content: int | None) -> None:
         if not self.world.awake(self, self._uploaded, shard, key, content):
             return
-        self.uploading = None
+        self.uploading, shard.pinned = None, False
         if self.world.storage_is_down:
-            number = 1 + (self.upload_failure.number if self.upload_failure else 0)
-            self.upload_failure = UploadFailure(key=key, reason="503 from the store", number=number)
+            self._upload_failed(key, "503 from the store")
             self.report()
             return
-        if shard.key != key:
-            return
-        assert content is not None
+        assert content is not None and shard.key == key
         name = f"{key.generation}-{key.step}/{shard.rank}"
         self.world.storage[name] = content
         self.uploads = [*self.uploads[-4:], Uploaded(key=key, rank=shard.rank, object=name, nbytes=1)]
         self.report()
+
+    def _upload_failed(self, key: SnapshotKey, reason: str) -> None:
+        number = 1 + (self.upload_failure.number if self.upload_failure else 0)
+        self.upload_failure = UploadFailure(key=key, reason=reason, number=number)
 
     # ------------------------------------------------------------ trainer
 
@@ -322,7 +329,7 @@ class SimHost:
     def _reusable(self, shard: Shard) -> bool:
         keep = self.order.keep if self.order else None
         generation = self.order.generation if self.order else 0
-        return reusable(shard.state, shard.key, generation=generation, keep=keep)
+        return not shard.pinned and reusable(shard.state, shard.key, generation=generation, keep=keep)
 
     def can_snapshot(self) -> bool:
         return len(self.own) < 2 or any(self._reusable(shard) for shard in self.own)

@@ -45,6 +45,10 @@ def test_disks_take_part() -> None:
     raise AssertionError((read, damaged))
 
 
+def test_an_upload_outlives_its_generation() -> None:
+    assert any(play(seed).commits.outlived for seed in range(20))
+
+
 def test_same_seed_same_journal() -> None:
     first, second = (hashlib.sha256(play(7).journal).hexdigest() for _ in range(2))
     assert first == second
