@@ -10,9 +10,9 @@ export OMP_NUM_THREADS := 1
 train: setup
 	$(VENV)/bin/elastic train $(JOB)
 
-test: setup-dev check
-	$(MAKE) --no-print-directory -j3 -O storage unit-checkpoint unit-rest sim
-	$(MAKE) --no-print-directory process chaos
+test: setup-dev
+	$(MAKE) --no-print-directory -j3 -O check unit-checkpoint storage sim unit-rest
+	$(MAKE) --no-print-directory -j2 -O process chaos
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev

@@ -19,28 +19,37 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 def test_each_ending_is_clean_and_the_same_command_goes_on(tmp_path: Path) -> None:
     config = small(tmp_path, run="ended", steps=200, hosts_min=2, local={"nodes": 1, "hosts_per_node": 2})
-    terminated_while_starting(config, tmp_path)
-    saved = interrupted(config, tmp_path)
-    durable = controller_killed(config, tmp_path, saved)
+    durable = interrupted(config, tmp_path)
     with Driving(config, tmp_path, "killed") as killed:
         durable = driver_killed(killed, durable)
         finished(config, tmp_path, durable)
         killed.agents_ended()
 
     entries = entries_of(config.place())
-    assert [entry["event"]["attempt"] for entry in entries if entry["event"]["kind"] == "RunStarted"] == [1, 2, 3, 4]
+    assert [entry["event"]["attempt"] for entry in entries if entry["event"]["kind"] == "RunStarted"] == [1, 2, 3]
     assert "200 steps of the committed lineage" in verify_data(config.place())[0]
     output = list(trainer_lines(config.place(), generation=None, rank=None, follow=False))
     assert output[0].endswith("ranks 0-1") and any("rank 0 of 2" in line for line in output[1:3]), output[:3]
     assert twin.differences(entries, twin.run_locally(twin.config_of(config, entries), say=lambda _: None)) == []
 
 
-def terminated_while_starting(config: Config, path: Path) -> None:
-    with Driving(config, path, "terminated") as driving:
+@pytest.mark.long
+def test_terminated_while_it_starts_and_with_its_controller_killed(tmp_path: Path) -> None:
+    config = small(tmp_path, run="ended", steps=200, hosts_min=2, local={"nodes": 1, "hosts_per_node": 2})
+    with Driving(config, tmp_path, "terminated") as driving:
         driving.until("the head's raylet", lambda: driving.named("raylet/raylet") != 0)
         driving.send(signal.SIGTERM)
         assert driving.ended() == 130, driving.said
         assert not driving.entries and not driving.sessions()
+    with Driving(config, tmp_path, "controller") as driving:
+        driving.until("a checkpoint", lambda: bool(driving.commits))
+        driving.send(signal.SIGKILL, driving.named("ElasticTrainController"))
+        assert driving.ended() == 1, driving.said
+        assert "the same command goes on from the last durable checkpoint" in driving.said
+    with Driving(config, tmp_path, "again") as again:
+        again.until("the start", lambda: bool(again.entries))
+        assert again.entries[0]["event"]["durable"]["key"]["step"] == driving.commits[-1]
+        assert again.ended() == 0, again.said
 
 
 def interrupted(config: Config, path: Path) -> int:
@@ -51,16 +60,6 @@ def interrupted(config: Config, path: Path) -> int:
         assert driving.entries[-1]["phase"] == "stopped" and driving.commits[-1] == driving.step
         assert not driving.sessions()
         return driving.step
-
-
-def controller_killed(config: Config, path: Path, saved: int) -> int:
-    with Driving(config, path, "controller") as driving:
-        driving.until("a checkpoint", lambda: bool(driving.commits))
-        assert driving.entries[0]["event"]["durable"]["key"]["step"] == saved
-        driving.send(signal.SIGKILL, driving.named("ElasticTrainController"))
-        assert driving.ended() == 1, driving.said
-        assert "the same command goes on from the last durable checkpoint" in driving.said
-        return driving.commits[-1]
 
 
 def driver_killed(driving: Driving, durable: int) -> int:
