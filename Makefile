@@ -11,8 +11,8 @@ train: setup
 	$(VENV)/bin/elastic train $(JOB)
 
 test: setup-dev
-	$(MAKE) --no-print-directory -j3 -O check unit-checkpoint storage sim unit-rest
-	$(MAKE) --no-print-directory -j2 -O process chaos
+	$(MAKE) --no-print-directory -j2 -O unit-checkpoint storage sim unit-rest check
+	$(MAKE) --no-print-directory process chaos
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev

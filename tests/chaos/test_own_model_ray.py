@@ -15,6 +15,7 @@ from tests.process.test_own_model_doc import write_code
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 
 
+@pytest.mark.long
 def test_the_script_trains_its_model(tmp_path: Path) -> None:
     write_code(tmp_path)
     job = small(tmp_path, steps=6, hosts_max=1).model_dump(mode="json", exclude={"task", "sizes"})

@@ -86,6 +86,7 @@ def save_dcp_rank(rank: int, world: int, config: Config, where: Path, top: str) 
 # ---------------------------------------------------------------- round trips
 
 
+@pytest.mark.long
 def test_dcp_loads_an_uneven_checkpoint_in_any_world_and_it_comes_back(tmp_path: Path) -> None:
     config, out = job(tmp_path, optimizer={"weight_decay": 0.25, "warmup_steps": 10, "lr": 1.0}), tmp_path / "dcp"
     state = trained(config)

@@ -332,6 +332,7 @@ print((peak_kib() - before_kib) >> 10, "torch" in sys.modules, "ray" in sys.modu
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["safetensors", "dcp"])
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, form: str) -> None:
     config, (big, wide) = job(tmp_path, task="mine.py:T"), ((160 << 20, 2), (8, 20 << 20))

@@ -93,13 +93,13 @@ def movers(root: Path, count: int) -> Iterator[tuple[Web, list[Host], list[Endpo
     ("old", "new", "most"),
     [
         (fsdp(4), fsdp(3), 1.01),
-        (fsdp(4), fsdp(2), 1.01),
-        (fsdp(2), fsdp(4), 1.01),
-        (fsdp(3), fsdp(4), 1.01),
+        pytest.param(fsdp(4), fsdp(2), 1.01, marks=pytest.mark.long),
+        pytest.param(fsdp(2), fsdp(4), 1.01, marks=pytest.mark.long),
+        pytest.param(fsdp(3), fsdp(4), 1.01, marks=pytest.mark.long),
         (fsdp(4), fsdp(4), 1.01),
         (hsdp(2, 2), hsdp(2, 2), 0.51),
-        (fsdp(3), ddp(3), 0.34),
-        (ddp(3), ddp(3), 0.34),
+        pytest.param(fsdp(3), ddp(3), 0.34, marks=pytest.mark.long),
+        pytest.param(ddp(3), ddp(3), 0.34, marks=pytest.mark.long),
         (ddp(1), ddp(4), 0.26),
     ],
 )

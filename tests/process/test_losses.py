@@ -19,6 +19,7 @@ from tests.process.running import Running, small
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.long
 def test_both_copies_gone_falls_back_to_the_durable_checkpoint(tmp_path: Path) -> None:
     """Rank 0 and its partner die in one moment, below hosts_min: the run waits, then goes on from storage."""
     config = small(tmp_path, steps=60, hosts_min=2, hosts_max=2)
@@ -43,6 +44,7 @@ def test_both_copies_gone_falls_back_to_the_durable_checkpoint(tmp_path: Path) -
         assert [record["step"] for record in records] == list(range(1, 61))
 
 
+@pytest.mark.long
 def test_a_node_with_two_hosts_dies_and_a_trainer_in_the_recovery(tmp_path: Path) -> None:
     """The second failure comes during the recovery from the first; nothing is read from storage."""
     config = small(tmp_path, steps=60, hosts_min=1, hosts_max=4, checkpoint={"interval_steps": 1000})

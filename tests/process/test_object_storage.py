@@ -66,6 +66,7 @@ def test_a_run_is_stopped_and_goes_on_from_s3_with_another_number_of_hosts(tmp_p
     assert twin.differences(entries, twin.run_locally(twin.config_of(config, entries), say=lambda _: None)) == []
 
 
+@pytest.mark.long
 def test_training_goes_on_while_the_server_is_dead_and_catches_up(tmp_path: Path, seaweed: Seaweed) -> None:
     config = on_s3(tmp_path, seaweed.endpoint, steps=5000, checkpoint={"interval_steps": 5})
     with Running(config, tmp_path, nodes=2, hosts_per_node=1) as run:

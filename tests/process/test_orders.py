@@ -25,6 +25,7 @@ def order(run: Running, kind: str, **given: object) -> str:
     return reason
 
 
+@pytest.mark.long
 def test_resize_and_drain_redo_nothing(tmp_path: Path) -> None:
     config = small(tmp_path, steps=80, checkpoint={"interval_steps": 1000})
     with Running(config, tmp_path, nodes=2, hosts_per_node=1) as run:

@@ -52,6 +52,7 @@ def test_a_killed_trainer_costs_at_most_a_step_and_changes_no_loss(tmp_path: Pat
         assert _only(run.losses()) == _clean(tmp_path / "clean")
 
 
+@pytest.mark.long
 def test_template_mover_and_host_may_die(tmp_path: Path) -> None:
     config = small(tmp_path, steps=60)
     with Running(config, tmp_path, nodes=2, hosts_per_node=1) as run:
