@@ -1,8 +1,6 @@
 """What was asked: one YAML file, then `--set a.b=c`, checked once, frozen afterwards.
 
-Every section is a frozen pydantic model, unknown keys are errors. Nothing below `cli.py` reads an
-environment variable or changes a value after load. A validator that compares keys begins its sentence with
-the key that is wrong: the place where that was said is put before it.
+Nothing below `cli.py` reads an environment variable or changes a value after load. Sections: config_sections.py.
 """
 
 from __future__ import annotations

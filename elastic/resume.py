@@ -155,8 +155,10 @@ def disk_line(config: Config, log: CommitLog) -> tuple[Stretch, ...]:
     each sample that was used has its record. Nothing where the run went back, also from a checkpoint that is damaged.
     Without any checkpoint nothing, too: there is none to hold configuration and data against.
     """
+    if not config.snapshot.disk:
+        return ()
     entry, found = log.newest_entry(), list[Stretch]()
-    if entry is None or entry != log.line()[0] or not config.snapshot.disk:
+    if entry is None or entry != log.line()[0]:
         return ()
     step, branch = manifest_of(entry).key.step, log.branch()
     for record in lineage(segments.entries(config.place())):

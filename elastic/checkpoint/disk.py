@@ -18,7 +18,7 @@ from typing import Any
 from elastic.checkpoint.arena import Arena, Buffer, State
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.read_through import ReadThrough
-from elastic.checkpoint.shard import key_of, of_object, put_shard, table_object
+from elastic.checkpoint.shard import of_object, put_shard, table_object
 from elastic.checkpoint.store import DirectoryStore
 from elastic.events import Holding, to_json
 from elastic.plan import DiskOrder, SnapshotKey, shard_object
@@ -43,11 +43,11 @@ class Disk:
         sizes = self.store.list("data/")
         known, self._known = self._known, {}
         for name, nbytes in sizes.items():
-            at = _at(name)
-            if at is None or table_object(name) not in sizes:
+            at = _at(Path(name).parent.name)
+            if at is None or not name.endswith(".bin") or table_object(name) not in sizes:
                 continue
             with suppress(CheckpointError):  # damaged, or deleted meanwhile: as good as not there
-                holding = known.get(name) or self._read(name, at)
+                holding = known.get(name) or self._read(name, attempt=at[0])
                 if holding.nbytes == nbytes:
                     self._known[name] = holding
         return tuple(self._known.values())
@@ -55,14 +55,13 @@ class Disk:
     def delete_before(self, kept: Sequence[_At]) -> None:
         """Deletes what is older than all of `kept`; also what writers that died left of it."""
         for folder in (self._root / "data").glob("*-*-*"):
-            at = _at(f"data/{folder.name}/0.bin")
+            at = _at(folder.name)
             if at is not None and kept and at < min(kept):
                 shutil.rmtree(folder, ignore_errors=True)  # another host of the node may be at it, too
 
-    def _read(self, name: str, at: _At) -> Holding:
-        attempt, generation, step = at
+    def _read(self, name: str, attempt: int) -> Holding:
         shard = of_object(self.store.get(table_object(name)), name=name)
-        if (shard.key, name) != (key_of((generation, step)), shard_object(attempt, shard.key, shard.rank)):
+        if name != shard_object(attempt, shard.key, shard.rank):
             raise CheckpointError(f"{name} describes rank {shard.rank} of {shard.key}")
         return Holding(
             key=shard.key,
@@ -75,11 +74,10 @@ class Disk:
         )
 
 
-def _at(name: str) -> _At | None:
-    """Of "data/ATTEMPT-GENERATION-STEP/RANK.bin"; None: it is no such name."""
-    folder, _, file = name.removeprefix("data/").partition("/")
+def _at(folder: str) -> _At | None:
+    """Of "ATTEMPT-GENERATION-STEP"; None: it is no such name."""
     numbers = folder.split("-")
-    if len(numbers) != 3 or not file.endswith(".bin") or not all(part.isdecimal() for part in numbers):
+    if len(numbers) != 3 or not all(part.isdecimal() for part in numbers):
         return None
     attempt, generation, step = map(int, numbers)
     return attempt, generation, step

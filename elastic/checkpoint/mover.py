@@ -319,17 +319,14 @@ class Mover:
         if buffer is None:
             self._fail("upload", f"{key} is not in this host's arena any more", key)
             return None
-        rank, attempt, sequence = buffer.rank, self._attempt, buffer.sequence
+        attempt, sequence = self._attempt, buffer.sequence
         with self._pinned(buffer):
             try:
                 # Without a limit of its own: the thread would go on, and the next upload run beside it.
-                name, nbytes = await asyncio.to_thread(
-                    put_shard, self._store, buffer, key, sequence=sequence, attempt=attempt
-                )
+                return await asyncio.to_thread(put_shard, self._store, buffer, key, sequence=sequence, attempt=attempt)
             except (OSError, TimeoutError, CheckpointError) as error:
                 self._fail("upload", _say(error), key)
                 return None
-        return Uploaded(key=key, rank=rank, object=name, nbytes=nbytes)
 
     @contextmanager
     def _pinned(self, buffer: Buffer) -> Iterator[None]:

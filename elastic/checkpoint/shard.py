@@ -20,6 +20,7 @@ from elastic.checkpoint.arena import Buffer
 from elastic.checkpoint.blocks import SUB_BLOCK, Block, Table, decode_bytes, sub_blocks
 from elastic.checkpoint.errors import CheckpointError, TooNew
 from elastic.checkpoint.store import Store
+from elastic.events import Uploaded
 from elastic.plan import SnapshotKey, shard_object
 from elastic.schema import refusal
 
@@ -172,8 +173,8 @@ def of_object(raw: bytes, *, name: str) -> Shard:
     return shard
 
 
-def put_shard(store: Store, buffer: Buffer, key: SnapshotKey, *, sequence: int, attempt: int) -> tuple[str, int]:
-    """Write what the sealed `buffer` holds: data first, then the table that makes it readable. Its name and bytes.
+def put_shard(store: Store, buffer: Buffer, key: SnapshotKey, *, sequence: int, attempt: int) -> Uploaded:
+    """Write what the sealed `buffer` holds: data first, then the table that makes it readable.
 
     CheckpointError: also where the buffer does not hold write `sequence`, of `key`, any more; nothing readable is left.
     """
@@ -183,7 +184,7 @@ def put_shard(store: Store, buffer: Buffer, key: SnapshotKey, *, sequence: int, 
     if buffer.sequence != sequence or shard.key != key:
         raise CheckpointError("the buffer was reused while it was written")
     store.put(table_object(name), to_object(shard))
-    return name, shard.nbytes
+    return Uploaded(key=key, rank=shard.rank, object=name, nbytes=shard.nbytes)
 
 
 def sign(body: dict[str, Any]) -> bytes:

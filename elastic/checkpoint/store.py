@@ -54,7 +54,7 @@ def open_store(url: str, options: StorageOptions | None = None) -> Store:
     """
     scheme, separator, path = url.partition("://")
     if not separator or scheme == "file":
-        limit = Bandwidth(1e6 * options.upload_mbs_max) if options else NO_LIMIT
+        limit = Bandwidth(1e6 * (options or StorageOptions()).upload_mbs_max)
         return DirectoryStore(Path(path if separator else url), limit)
     from elastic.checkpoint.object_store import ObjectStore
 

@@ -31,6 +31,7 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
 from elastic.checkpoint.store import Store, store_at
 from elastic.clock import RealClock
+from elastic.cluster import ray_core
 from elastic.cluster.notices import Notices
 from elastic.cluster.stream import Server
 from elastic.config import Config, ElasticError
@@ -371,9 +372,7 @@ def start(config: Config, asked: Resume | None = None, *, name_free_s: float = N
 
 
 def _draining_nodes() -> dict[str, int]:
-    from elastic.cluster import ray_private  # seconds of imports, which `elastic status` does without
-
-    return {node[:NODE_ID_DIGITS]: end_ms for node, end_ms in ray_private.draining_nodes().items()}
+    return {node[:NODE_ID_DIGITS]: end_ms for node, end_ms in ray_core.draining_nodes().items()}
 
 
 def find(run: str) -> Any:

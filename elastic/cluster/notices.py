@@ -27,18 +27,18 @@ class Notices:
         """draining: end of each draining node by its name, in milliseconds since the epoch, 0: not known."""
         self._order, self._draining, self._poll_s = order, draining, poll_s
         self._taken: set[str] = set()
-        self._told = ""
         threading.Thread(target=self._watch, name="notices", daemon=True).start()
 
     def _watch(self) -> None:
+        told = ""
         while True:
             try:
                 self.look()
-                self._told = ""
-            except Exception as error:  # the cluster's head may be away; whoever runs needs it as little as we do
-                if str(error) != self._told:
+                told = ""
+            except Exception as error:  # whatever Ray raises while its head is away: the run goes on without notices
+                if str(error) != told:
                     logger.warning("which nodes Ray drains can't be asked: %s", error)
-                self._told = str(error)
+                told = str(error)
             time.sleep(self._poll_s)
 
     def look(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from elastic.cluster import ray_private
+from elastic.cluster import ray_core
 from elastic.cluster.coordinator import NAMESPACE
 from elastic.config import ElasticError
 
@@ -66,9 +66,9 @@ class LocalNodes:
 
     def __enter__(self) -> LocalNodes:
         _check_main_thread()
-        self._before = (_children(), ray_private.sessions_of(os.getpid()))
+        self._before = (_children(), ray_core.sessions_of(os.getpid()))
         try:
-            with ray_private.signals_kept():
+            with ray_core.signals_kept():
                 self._start()
         except BaseException:
             self.__exit__(*sys.exc_info())
@@ -85,7 +85,7 @@ class LocalNodes:
             no_monitor=True,
             _system_config=self._health_check,
         )
-        for session in ray_private.sessions_of(os.getpid()) - self._before[1]:
+        for session in ray_core.sessions_of(os.getpid()) - self._before[1]:
             (session / DRIVER_MARK).write_text(f"{socket.gethostname()} {os.getpid()}")
         _remove_sessions_of_the_dead()
         for _ in range(self._nodes):
@@ -112,7 +112,7 @@ class LocalNodes:
         if self._cluster is not None:
             self._cluster.shutdown()
             self._cluster = None
-        for session in ray_private.sessions_of(os.getpid()) - sessions:
+        for session in ray_core.sessions_of(os.getpid()) - sessions:
             if error is None or isinstance(error, KeyboardInterrupt):
                 shutil.rmtree(session, ignore_errors=True)
             else:
@@ -147,7 +147,7 @@ class LocalNodes:
     def add_node(self) -> str:
         """Start one more worker node; returns its id once Ray knows it."""
         _check_main_thread()
-        with ray_private.signals_kept():
+        with ray_core.signals_kept():
             return self._add_node(wait=True)
 
     def _add_node(self, *, wait: bool) -> str:
@@ -178,7 +178,7 @@ class LocalNodes:
 
 
 def _remove_sessions_of_the_dead() -> None:
-    for session in ray_private.sessions_of(None):
+    for session in ray_core.sessions_of(None):
         try:
             name, _, pid = (session / DRIVER_MARK).read_text().partition(" ")
         except FileNotFoundError:

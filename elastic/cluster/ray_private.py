@@ -13,8 +13,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +23,10 @@ from ray.util.placement_group import PlacementGroup, get_placement_group, placem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from elastic.cluster.host_slots import HostLimits, HostSlots, Slot
-
-RAY_MINOR = "2.60"
-
-
-def check_version(version: str) -> None:
-    """ImportError unless `version` is of the minor version that this module was written for."""
-    if version.split(".")[:2] != RAY_MINOR.split("."):
-        raise ImportError(
-            f"elastic extends private classes of Ray Train {RAY_MINOR}, but Ray {version} is installed; "
-            f'install it with: pip install "ray[train]=={RAY_MINOR}.*"'
-        )
-
+from elastic.cluster.ray_core import check_version
 
 check_version(ray.__version__)
 
-from ray._common.utils import get_default_ray_temp_dir
-from ray._private import services
-from ray._private import utils as ray_utils
-from ray._private.state import state
 from ray.train import BackendConfig, Result, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.v2._internal.callbacks import DatasetsCallback, WorkingDirectorySetupCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -322,33 +306,6 @@ class InPlaceTrainer(DataParallelTrainer):
             self._register_sigint_handler(controller)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())
-
-
-def draining_nodes() -> dict[str, int]:
-    """Id of each node that Ray drains: when it will end, in milliseconds since the epoch, 0: not known."""
-    return dict(state.get_draining_nodes())
-
-
-def bootstrap_address(address: str) -> str:
-    """HOST:PORT that `ray.init(address)` would go to. ConnectionError, ValueError: Ray knows none for `address`."""
-    return str(services.canonicalize_bootstrap_address(address) or address)
-
-
-@contextmanager
-def signals_kept() -> Iterator[None]:
-    """Where Ray starts or joins a cluster it puts a handler of its own on SIGTERM, which drains the node for 30 s and
-    ends the process half cleaned up; in here it does not."""
-    before = ray_utils.set_sigterm_handler
-    ray_utils.set_sigterm_handler = lambda sigterm_handler: None
-    try:
-        yield
-    finally:
-        ray_utils.set_sigterm_handler = before
-
-
-def sessions_of(pid: int | None) -> set[Path]:
-    """Directories of the Ray sessions on this machine that process `pid` started, or that any did."""
-    return set(Path(get_default_ray_temp_dir()).glob(f"session_2*_{pid or '*'}"))
 
 
 def node_log_dir() -> Path:

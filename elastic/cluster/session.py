@@ -20,8 +20,8 @@ from elastic.clock import RealClock
 from elastic.cluster import coordinator, reach
 from elastic.cluster.driver_lock import only_driver
 from elastic.cluster.ladder import Ladder
+from elastic.cluster.ray_core import signals_kept
 from elastic.cluster.ray_nodes import LocalNodes
-from elastic.cluster.ray_private import bootstrap_address, signals_kept
 from elastic.cluster.ray_train import ElasticTrainer
 from elastic.config import Config
 from elastic.controller.state import TERMINAL
@@ -60,8 +60,11 @@ def run(
     KeyboardInterrupt: a signal ended it at once (see `Ladder`), all that was started here has ended too.
     RunError: no cluster answers there.
     """
-    if address:
-        _require(address)
+    if address and (why := reach.unreachable(address)):
+        raise coordinator.RunError(
+            f"the run can't start: {why}; start one, give --address of another, or leave --address out to train on "
+            "this machine"
+        )
     with Ladder() as ladder:
         with only_driver(config.run_dir()):
             pass  # refused now rather than after the nodes have started
@@ -170,18 +173,6 @@ def _cluster(config: Config, address: str | None, say: Say) -> AbstractContextMa
         say(f"starting {config.local.nodes} Ray nodes with {config.local.hosts_per_node} hosts each on this machine")
         return LocalNodes(nodes=config.local.nodes, hosts_per_node=config.local.hosts_per_node)
     return _connected(address)
-
-
-def _require(address: str) -> None:
-    try:
-        why = reach.unreachable(bootstrap_address(address))
-    except (ConnectionError, ValueError) as error:
-        why = str(error)
-    if why:
-        raise coordinator.RunError(
-            f"the run can't start: {why.rstrip('.')}; start one, give --address of another, or leave --address out to "
-            "train on this machine"
-        )
 
 
 @contextmanager

@@ -33,8 +33,8 @@ def review(before: RunState, after: RunState, now_s: float, config: Config) -> D
     losses, actions, reasons = _losses(lost, before, after, now_s, limits)
     # While a node rests, which of its hosts are new depends on more than their checks.
     resting = after.held or any(loss.until_s for loss in losses.values())
-    others_came = before.hosts is not after.hosts or before.assignments is not after.assignments
-    if not (to_judge or (resting and others_came)) and losses == after.losses == before.losses:
+    changed = before.hosts is not after.hosts or before.assignments is not after.assignments
+    if not (to_judge or (resting and changed)) and losses == after.losses == before.losses:
         return Decision(state=after)
     state = _judged(replace(after, losses=losses), config)
     for host, why in state.refused.items():

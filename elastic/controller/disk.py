@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.config import Config
+from elastic.controller import durability
 from elastic.controller.state import Decision, RunState, headline, released
 from elastic.events import DiskWritten, Holding
 from elastic.plan import DiskOrder, SnapshotKey
 
 KEPT = 2  # whole snapshots: should one prove damaged there is another
-WAIT_S_MAX = 30.0  # most, between tries after failures
-_DOUBLINGS_MAX = 10
 
 
 def is_due(state: RunState, key: SnapshotKey, now_s: float, config: Config) -> bool:
@@ -23,7 +22,7 @@ def is_due(state: RunState, key: SnapshotKey, now_s: float, config: Config) -> b
     disk = state.disk
     if not disk.folder or disk.writing is not None or key.step >= config.steps:
         return False
-    if disk.failures and now_s - disk.since_s < min(2.0 ** min(disk.failures, _DOUBLINGS_MAX), WAIT_S_MAX):
+    if not durability.may_try(disk.failures, disk.since_s, now_s):
         return False
     apart = key.step - disk.kept[-1].step if disk.kept else 0
     return not 0 < apart < config.snapshot.disk_interval_steps  # below 0: of a generation that went back

@@ -330,8 +330,17 @@ def significant(report: Report) -> Report:
     """The report without what `decide` does not use; while a trainer runs, its holdings change at every step."""
     busy = report.trainer.phase in ("starting", "running")
     holdings = () if busy else report.holdings
-    known = replace(report, steps=(), step=0, uploads=(), upload_failure=None, disk_failure=None, skipped=0, sent_s=0.0)
-    return replace(known, holdings=holdings)
+    return replace(
+        report,
+        steps=(),
+        step=0,
+        uploads=(),
+        upload_failure=None,
+        disk_failure=None,
+        skipped=0,
+        sent_s=0.0,
+        holdings=holdings,
+    )
 
 
 def _with_clock(report: Report, ahead_s: float) -> Report:

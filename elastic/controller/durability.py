@@ -34,9 +34,13 @@ def interval(state: RunState, now_s: float, config: Config) -> tuple[int, str]:
     return steps, f", {why}"
 
 
+def may_try(failures: int, since_s: float, now_s: float) -> bool:
+    """After so many failures in a row, the last one at `since_s`: ever more rarely."""
+    return not failures or now_s - since_s >= min(2.0 ** min(failures, _DOUBLINGS_MAX), WAIT_S_MAX)
+
+
 def _may_try(state: RunState, now_s: float) -> bool:
-    wait_s = min(2.0 ** min(state.commit_failures, _DOUBLINGS_MAX), WAIT_S_MAX)
-    return not state.commit_failures or now_s - state.upload_since_s >= wait_s
+    return may_try(state.commit_failures, state.upload_since_s, now_s)
 
 
 def began(state: RunState, key: SnapshotKey, now_s: float) -> RunState:

@@ -9,7 +9,8 @@ import pytest
 
 from elastic import events
 from elastic.controller.actions import KeepSnapshot, StartGeneration, UploadSnapshot, WriteSnapshot
-from elastic.controller.disk import KEPT, WAIT_S_MAX, is_usable, limit_s, order
+from elastic.controller.disk import KEPT, is_usable, limit_s, order
+from elastic.controller.durability import WAIT_S_MAX
 from elastic.controller.orders import order_for
 from elastic.controller.safety import DiskFold
 from elastic.controller.sources import choose

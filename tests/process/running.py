@@ -13,12 +13,15 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import About, restore_plan
 from elastic.checkpoint.store import store_at
 from elastic.clock import RealClock
+from elastic.cluster.coordinator import Coordinator
+from elastic.cluster.host import HostSettings
 from elastic.cluster.local import LocalCluster
 from elastic.config import Config, parse
 from elastic.controller.driver import Driver
 from elastic.controller.state import Phase
 from elastic.data.prepare import prepare
 from elastic.events import HostGone, Order, Report, StepRecord
+from elastic.plan import Endpoint
 from elastic.resume import save_config
 from elastic.telemetry import journal
 
@@ -55,6 +58,22 @@ def small(path: Path, **changes: Any) -> Config:
     config = parse({**raw, **changes}, source="the test")
     prepare(config.data, progress=lambda _: None)
     return config
+
+
+def settings_of(coordinator: Coordinator, config: Config, node: str) -> HostSettings:
+    """Of the only host of `node`, for a coordinator without Ray."""
+    reached = coordinator.endpoint()
+    return HostSettings(
+        coordinator=Endpoint(address=reached["address"], port=reached["port"]),
+        token=reached["token"],
+        config=config,
+        node=node,
+        domain=node,
+        slot=0,
+        address="127.0.0.1",
+        log_dir=config.run_dir() / f"logs-{node}",
+        prepared=Path(config.data.prepared),
+    )
 
 
 class _Recorded:

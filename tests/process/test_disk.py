@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from elastic.cluster import twin
 from elastic.cluster.coordinator import Coordinator
 from elastic.cluster.host import HostSettings, run_host
 from elastic.config import Config
-from elastic.plan import Endpoint
 from elastic.report import verify_data
 from elastic.resume import Resume, choose
 from elastic.telemetry import ledger
 from elastic.worker.template import die_with_parent
-from tests.process.running import LIMIT_S, small
+from tests.process.running import LIMIT_S, settings_of, small
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -47,23 +45,10 @@ def head(configs: list[Config], parent_pid: int) -> None:
     config = configs[0]
     coordinator = Coordinator(config, f"token-{os.getpid()}", Resume(), ray_address="no Ray here")
     coordinator.begin(f"group-{os.getpid()}")
-    reached = coordinator.endpoint()
-    settings = HostSettings(
-        coordinator=Endpoint(address=reached["address"], port=reached["port"]),
-        token=reached["token"],
-        config=config,
-        node="n0",
-        domain="n0",
-        slot=0,
-        address="127.0.0.1",
-        log_dir=config.run_dir() / "logs0",
-        prepared=Path(config.data.prepared),
-    )
-    log_dir = config.run_dir() / "logs1"
-    other = replace(settings, config=configs[1], node="n1", domain="n1", log_dir=log_dir)
+    other = settings_of(coordinator, configs[1], "n1")
     process = multiprocessing.get_context("spawn").Process(target=node, args=(other, os.getpid()))
     process.start()
-    run_host(settings, stopped=lambda: False)
+    run_host(settings_of(coordinator, config, "n0"), stopped=lambda: False)
     outcome = coordinator.outcome(LIMIT_S)
     assert outcome is not None and outcome["phase"] == "finished", outcome
     process.join(LIMIT_S)

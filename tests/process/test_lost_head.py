@@ -15,15 +15,14 @@ from elastic import segments
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.store import store_at
 from elastic.cluster.coordinator import GENERATIONS_LOST_MAX, Coordinator
-from elastic.cluster.host import HostSettings, run_host
+from elastic.cluster.host import run_host
 from elastic.config import Config
-from elastic.plan import Endpoint
 from elastic.report import summary_lines, verify_data
 from elastic.resume import Resume
 from elastic.telemetry import ledger
 from elastic.telemetry.lineage import lineage
 from elastic.worker.template import die_with_parent
-from tests.process.running import LIMIT_S, small
+from tests.process.running import LIMIT_S, settings_of, small
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -35,19 +34,7 @@ def head(config: Config, asked: Resume, parent_pid: int) -> None:
     die_with_parent(parent_pid)
     coordinator = Coordinator(config, f"token-{os.getpid()}", asked, ray_address="no Ray here")
     coordinator.begin(f"group-{os.getpid()}")
-    reached = coordinator.endpoint()
-    settings = HostSettings(
-        coordinator=Endpoint(address=reached["address"], port=reached["port"]),
-        token=reached["token"],
-        config=config,
-        node="n0",
-        domain="n0",
-        slot=0,
-        address="127.0.0.1",
-        log_dir=config.run_dir() / "logs",
-        prepared=Path(config.data.prepared),
-    )
-    run_host(settings, stopped=lambda: False)
+    run_host(settings_of(coordinator, config, "n0"), stopped=lambda: False)
     outcome = coordinator.outcome(LIMIT_S)
     assert not ray.is_initialized(), "nothing of this test may join, or start, a Ray cluster"
     assert outcome is not None and outcome["phase"] == "finished", outcome

@@ -88,8 +88,7 @@ class Hosts:
         found = []
         for rank, arena in enumerate(self._arenas):
             buffer = _snapshot(arena, rank, key, state(attempt, key.step, self._large_bytes))
-            name, nbytes = put_shard(self._store, buffer, key, sequence=buffer.sequence, attempt=attempt)
-            found.append(Uploaded(key=key, rank=rank, object=name, nbytes=nbytes))
+            found.append(put_shard(self._store, buffer, key, sequence=buffer.sequence, attempt=attempt))
             arena.board.order(generation=key.generation, keep=key)
         return tuple(found)
 
