@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -71,9 +71,10 @@ class Read:
 def place(blocks: Iterable[Block]) -> tuple[Table, int]:
     """Gives each block its byte range, in order; returns the table and the shard's size in bytes."""
     table, at = [], 0
-    for block in blocks:
-        table.append(replace(block, at=at))
-        at += -(-block.nbytes // ALIGN) * ALIGN
+    for b in blocks:  # dataclasses.replace takes twice as long
+        whole = b.global_shape
+        table.append(Block(name=b.name, dtype=b.dtype, global_shape=whole, offsets=b.offsets, sizes=b.sizes, at=at))
+        at += -(-b.nbytes // ALIGN) * ALIGN
     return tuple(table), at
 
 

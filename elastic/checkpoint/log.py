@@ -68,7 +68,7 @@ class CommitLog:
         self._store = store
         self._loudly = loudly
         self._known: dict[int, Entry | None] = {}  # None: damaged
-        self._reach = 0
+        self._seen: list[int] = []
 
     # ---------------------------------------------------------------- reading
 
@@ -138,8 +138,9 @@ class CommitLog:
         keep: which of the older checkpoints on the line and aside still count then.
         """
         manifest = replace(manifest, attempt=attempt)
-        for _ in range(TRIES_MAX):
-            last, number = self._last()
+        for refused in range(TRIES_MAX):
+            # Where nobody has appended since, what is known is all there is: no need to look.
+            last, number = self._last(look=refused > 0)
             if last.attempt > attempt:
                 raise Fenced(last.attempt)
             kept = keep(self._checkpoints(last.line), self._checkpoints(last.aside))
@@ -198,17 +199,16 @@ class CommitLog:
 
     # ---------------------------------------------------------------- objects
 
-    def _last(self) -> tuple[Entry, int]:
+    def _last(self, *, look: bool = True) -> tuple[Entry, int]:
         """The newest valid entry, and the number after all that there are now: what is decided on this entry is
-        appended there, or not at all."""
-        numbers = self._numbers()
+        appended there, or not at all. look: False where those that were there at the last look will do."""
+        numbers = self._numbers() if look or not self._seen else self._seen
         found = (entry for number in reversed(numbers) if (entry := self._entry(number)) is not None)
-        return next(found, Entry(number=0, attempt=0)), self._reach + 1
+        return next(found, Entry(number=0, attempt=0)), 1 + max(numbers, default=0)
 
     def _numbers(self) -> list[int]:
-        found = sorted(number for name in self._store.list("log/") if (number := _number(name)) is not None)
-        self._reach = max(self._reach, *found, 0)
-        return found
+        self._seen = sorted(number for name in self._store.list("log/") if (number := _number(name)) is not None)
+        return self._seen
 
     def _checkpoints(self, numbers: Sequence[int]) -> list[Entry]:
         found = [self._entry(number) for number in numbers]
@@ -223,31 +223,38 @@ class CommitLog:
         state = {"attempt": entry.attempt, "branch": entry.branch, "line": entry.line, "aside": entry.aside}
         # A store whose answer was lost looks whether what is there is what it wrote: no two writers write the same.
         own = {"nonce": secrets.token_hex(8), "written_s": round(time.time(), 3)}
-        if not self._store.put_if_absent(_name(number), sign({**body, **state, **own})):
+        raw = sign({**body, **state, **own})
+        if not self._store.put_if_absent(_name(number), raw):
             return False
-        self._reach = max(self._reach, number)
+        self._known[number] = _parse(number, raw)
+        self._seen.append(number)
         return True
 
     def _read(self, number: int) -> Entry | None:
         name = _name(number)
         try:
-            body = check(self._store.get(name), name=name)
-            check_schema(body, SCHEMA, name=name)
-            return Entry(
-                number=number,
-                attempt=int(body["attempt"]),
-                branch=int(body["branch"]),
-                line=tuple(map(int, body["line"])),
-                aside=tuple(map(int, body["aside"])),
-                who=str(body.get("who", "")),
-                written_s=float(body.get("written_s", 0.0)),
-                manifest=of_body(body, name=name) if body["kind"] == "manifest" else None,
-            )
+            return _parse(number, self._store.get(name))
         except (TooNew, StorageUnavailable):
             raise
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             self._loudly(f"log entry {name} is skipped: {error}")
             return None
+
+
+def _parse(number: int, raw: bytes) -> Entry:
+    name = _name(number)
+    body = check(raw, name=name)
+    check_schema(body, SCHEMA, name=name)
+    return Entry(
+        number=number,
+        attempt=int(body["attempt"]),
+        branch=int(body["branch"]),
+        line=tuple(map(int, body["line"])),
+        aside=tuple(map(int, body["aside"])),
+        who=str(body.get("who", "")),
+        written_s=float(body.get("written_s", 0.0)),
+        manifest=of_body(body, name=name) if body["kind"] == "manifest" else None,
+    )
 
 
 def _name(number: int) -> str:

@@ -88,8 +88,10 @@ def build(
     CheckpointError: a shard is missing, has another size than told, or the blocks do not cover every tensor.
     """
     uploads = sorted(uploads, key=lambda upload: upload.rank)
-    sizes = _sizes(store, (upload.object for upload in uploads))
-    raws = read_all(store, [table_object(upload.object) for upload in uploads])
+    with ThreadPoolExecutor(1) as pool:  # in the time that the tables take
+        listed = pool.submit(_sizes, store, [upload.object for upload in uploads])
+        raws = read_all(store, [table_object(upload.object) for upload in uploads])
+        sizes = listed.result()
     shards = [of_object(raw, name=table_object(upload.object)) for upload, raw in zip(uploads, raws)]
     for upload, shard in zip(uploads, shards):
         size = sizes.get(upload.object, "no")

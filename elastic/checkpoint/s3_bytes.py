@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 PART_BYTES = 8 << 20
-PARTS_AT_ONCE = 8
+PARTS_AT_ONCE = 16
 PARTS_MAX = 10_000  # S3's own limit
 
 

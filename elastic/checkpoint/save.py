@@ -82,17 +82,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def wanted(name: str, tensor: torch.Tensor) -> Block | None:
     """The box of `tensor` that lies on this rank; None where that is empty."""
+    shape = tensor.shape  # asked of a DTensor once: it takes its time
     if isinstance(tensor, DTensor):
-        at = tensor.device_mesh.get_coordinate()
-        sizes, offsets = _local_box(tensor.shape, tensor.device_mesh, tensor.placements, tuple(at) if at else None)
+        mesh = tensor.device_mesh
+        at = mesh.get_coordinate()
+        sizes, offsets = _local_box(shape, mesh, tensor.placements, tuple(at) if at else None)
     else:
-        sizes, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+        sizes, offsets = tuple(shape), (0,) * len(shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         raise StateError(f"{name} has dtype {dtype}, the format knows {', '.join(ITEM_BYTES)}")
     if math.prod(sizes) == 0:
         return None
-    return Block(name=name, dtype=dtype, global_shape=tuple(tensor.shape), offsets=tuple(offsets), sizes=tuple(sizes))
+    return Block(name=name, dtype=dtype, global_shape=tuple(shape), offsets=offsets, sizes=sizes)
 
 
 @functools.lru_cache(maxsize=4096)
