@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench import checkpoint_dcp as dcp
 from bench.slow_proxy import counts
 from elastic.checkpoint import save
-from elastic.checkpoint.blocks import encode_bytes, index, place, reads, spans, sub_blocks, touched
+from elastic.checkpoint.blocks import Block, encode_bytes, index, place, reads, spans, sub_blocks, touched
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import About, build, restore_plan
 from elastic.checkpoint.mover import uploaded_of
@@ -142,6 +142,9 @@ class Rank:
             self.host.storage = {"url": directory, "options": {}}
         self.host.start_mover()
         self.host.order(partner=None, keep=self.host.arena.board.keep)
+
+    def wanted(self) -> list[Block]:
+        return [block for name, tensor in self.entries if (block := wanted(name, tensor))]
 
     def mover_cpu_s(self) -> float:
         return cpu_s(self.host.mover.pid)
@@ -326,13 +329,16 @@ def plans(mine: Rank) -> Times:
     plan = mine.newest()
     tables = {source.rank: mine.store.get(table_object(source.object)) for source in plan.sources}
     shards = {rank: of_object(raw, name=str(rank)) for rank, raw in tables.items()}
-    found: Times = {"table_s": [], "read_plan_s": []}
-    for _ in range(1 + mine.setting.repeats):
+
+    def table() -> float:
         save._local_box.cache_clear()
         began_s = time.perf_counter()
-        blocks = [block for name, tensor in mine.entries if (block := wanted(name, tensor))]
+        blocks = mine.wanted()
         encode_bytes(place(blocks)[0])
-        found["table_s"].append((time.perf_counter() - began_s) / len(blocks))
+        return (time.perf_counter() - began_s) / len(blocks)
+
+    def read_plan() -> float:
+        blocks = mine.wanted()
         began_s = time.perf_counter()
         have = index({rank: shard.blocks() for rank, shard in shards.items()})
         parts = [(block, read) for block in blocks for read in reads(block, have)]
@@ -342,7 +348,12 @@ def plans(mine: Rank) -> Times:
         for rank, mask in masks.items():
             spans(mask, shards[rank].nbytes)
         known = sum(len(shard) for shard in have.values())
-        found["read_plan_s"].append((time.perf_counter() - began_s) / known)
+        return (time.perf_counter() - began_s) / known
+
+    found: Times = {"table_s": [], "read_plan_s": []}
+    for _ in range(1 + mine.setting.repeats):
+        found["table_s"].append(in_turn(table))
+        found["read_plan_s"].append(in_turn(read_plan))
     return {name: times[1:] for name, times in found.items()}
 
 
@@ -380,7 +391,7 @@ def uploading(rank: int, world: int, setting: Setting) -> Times:
     try:
         quiet(5)
         found: Times = {"slowdown": [], "step_s": []}
-        for _ in range(mine.setting.repeats):
+        for _ in range(2 * mine.setting.repeats):  # a few per cent are to be told from noise
             before_s, with_s, after_s = quiet(8), busy(), quiet(8)
             alone_s = (before_s + after_s) / 2
             found["slowdown"].append(with_s / alone_s - 1)

@@ -223,7 +223,9 @@ def check_coverage(tables: Mapping[int, Table]) -> None:
 
 def overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
     """Two of the (different) boxes that meet. Parted along one dim after the other, so that a grid of n is n log n."""
-    for dim in range(len(boxes[0][0]) if boxes else 0):
+    if len(boxes) <= 2:  # as most are
+        return (boxes[0], boxes[1]) if len(boxes) == 2 and intersect(*boxes) else None
+    for dim in range(len(boxes[0][0])):
         groups = _parted(boxes, dim)
         if len(groups) > 1:
             return next(filter(None, map(overlap, groups)), None)
