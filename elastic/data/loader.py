@@ -1,7 +1,7 @@
-"""(corpus, seed, step, plan, rank) -> the micro-batches of one rank, as tensors, read ahead of their use.
+"""(corpus, seed, step, plan, rank) -> the micro-batches of one rank, read ahead of their use.
 
-There is no state to save: a step's samples follow from its number. The one module of this room that imports
-torch.
+There is no state to save: a step's samples follow from its number. Tokens stay as narrow as they are stored until they
+are on the device. The one module of this room that imports torch.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from elastic.data.order import sample_ids, window_of
-from elastic.data.shards import Corpus, DataError
+from elastic.data.order import Numbers, order_of, window_of
+from elastic.data.shards import Corpus, DataError, Tokens
 from elastic.model.shape import NO_TARGET
 from elastic.plan import Plan
 
 PADDING_ID = 2**64 - 1
+AHEAD_BYTES = 16 << 20
+AHEAD_STEPS_MAX = 64
 _READ_WAIT_S = 120.0
 _CLOSE_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One forward-backward slice.
+    """One forward-backward slice, on the trainer's device.
 
     tokens, targets: int64 [rows, seq_len], targets are the tokens one later, -100 where nothing is predicted.
     ids: uint64 [rows], 2**64 - 1 for padding. first_sample: the global number of the first row's sample.
@@ -34,8 +35,31 @@ class MicroBatch:
 
     tokens: torch.Tensor
     targets: torch.Tensor
-    ids: NDArray[np.uint64]
+    ids: Numbers
     first_sample: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Slice:
+    """A micro-batch as it was read. windows: [rows, seq_len + 1], a row of padding has id 2**64 - 1."""
+
+    windows: Tokens
+    ids: Numbers
+    first_sample: int
+
+    @property
+    def targets(self) -> int:
+        """How many tokens are predicted."""
+        return int((self.ids != PADDING_ID).sum()) * (self.windows.shape[1] - 1)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        windows = torch.from_numpy(self.windows).to(device, non_blocking=True)
+        targets = windows[:, 1:].to(torch.int64)
+        if (padding := self.ids == PADDING_ID).any():
+            targets[torch.from_numpy(padding).to(device)] = NO_TARGET
+        return MicroBatch(
+            tokens=windows[:, :-1].to(torch.int64), targets=targets, ids=self.ids, first_sample=self.first_sample
+        )
 
 
 class Loader:
@@ -53,22 +77,27 @@ class Loader:
         seq_len: int,
         plan: Plan,
         rank: int,
-        ahead: tuple[int, int] = (2, 8),
+        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
-        """DataError: the corpus has no window of `seq_len` tokens. `ahead`: reading begins again when no more than
-        the first number of steps are ready, and goes on up to the second."""
+        """DataError: the corpus has no window of `seq_len` tokens. ahead_bytes: of steps that are ready, about."""
         assert sum(plan.shares) == global_samples, (plan.shares, global_samples)
         self._corpus = corpus
-        self._seed = seed
         self._global_samples = global_samples
         self._seq_len = seq_len
-        self._windows = _windows(corpus, seq_len)
+        self._order = order_of(
+            fingerprint=corpus.fingerprint,
+            seed=seed,
+            windows=_windows(corpus, seq_len),
+            window_bytes=seq_len * corpus.dtype.itemsize,
+            lanes=global_samples,
+        )
         self._share = plan.share_of(rank)
         self._micro_batches = plan.micro_batches
-        self._ahead = ahead
+        step_bytes = (self._share[1] - self._share[0]) * (seq_len + 1) * corpus.dtype.itemsize
+        self._ahead = min(max(2, ahead_bytes // max(1, step_bytes)), AHEAD_STEPS_MAX)
         self._reader: _Reader | None = None
 
-    def micro_batches(self, step: int) -> list[MicroBatch]:
+    def micro_batches(self, step: int) -> list[Slice]:
         """What this rank takes of samples [step * B, (step + 1) * B): `plan.micro_batches` slices.
 
         Steps in sequence come from the background; a jump reads anew from there. Raises what reading raised.
@@ -78,22 +107,21 @@ class Loader:
             self._reader = _Reader(self, step, self._ahead)
         return self._reader.take()
 
-    def read(self, step: int) -> list[MicroBatch]:
-        """The same, read now in this thread."""
+    def read(self, step: int, steps: int = 1) -> list[list[Slice]]:
+        """The same of several steps, read now in this thread, in one go: each call has its price."""
         start, stop = self._share
-        first = step * self._global_samples + start
-        ids = sample_ids(
-            fingerprint=self._corpus.fingerprint,
-            seed=self._seed,
-            windows=self._windows,
-            start=first,
-            count=stop - start,
-        )
-        batches = []
-        for rows in np.array_split(ids, self._micro_batches):
-            batches.append(_micro_batch(self._corpus, rows, self._seq_len, first_sample=first))
-            first += len(rows)
-        return batches
+        firsts = np.arange(step, step + steps, dtype=np.uint64) * np.uint64(self._global_samples)
+        numbers = np.add.outer(firsts, np.arange(start, stop, dtype=np.uint64)).ravel()
+        ids = self._order.ids(numbers)
+        windows = self._corpus.gather(window_of(ids), self._seq_len)
+        share, found = stop - start, []
+        for at in range(0, steps * share, share):
+            slices = []
+            for rows in np.array_split(np.arange(at, at + share), self._micro_batches):
+                a, b = int(rows[0]), int(rows[-1]) + 1
+                slices.append(Slice(windows=windows[a:b], ids=ids[a:b], first_sample=int(numbers[a])))
+            found.append(slices)
+        return found
 
     def close(self) -> None:
         """End the reading thread; harmless when there is none. The loader can be used again."""
@@ -105,20 +133,20 @@ class Loader:
 class _Reader:
     """A daemon thread that reads steps in sequence, ahead of `take`, which raises what it raises.
 
-    It reads several in one go: woken for each, it would find cold caches and take the interpreter from the step.
+    It reads many in one go: woken for each, it would find cold caches and take the interpreter from the step.
     """
 
-    def __init__(self, loader: Loader, start: int, ahead: tuple[int, int]) -> None:
+    def __init__(self, loader: Loader, start: int, ahead: int) -> None:
         self.next_step = start
         self._loader = loader
-        self._low, self._high = ahead
-        self._ready: queue.SimpleQueue[list[MicroBatch] | Exception] = queue.SimpleQueue()
+        self._ahead = ahead
+        self._ready: queue.SimpleQueue[list[Slice] | Exception] = queue.SimpleQueue()
         self._wanted = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, args=(start,), name="loader", daemon=True)
         self._thread.start()
 
-    def take(self) -> list[MicroBatch]:
+    def take(self) -> list[Slice]:
         try:
             item = self._ready.get(timeout=_READ_WAIT_S)
         except queue.Empty:
@@ -130,7 +158,7 @@ class _Reader:
             self.next_step = -1  # the thread has ended: a retry reads anew
             raise item
         self.next_step += 1
-        if self._ready.qsize() <= self._low:
+        if self._ready.qsize() <= self._ahead // 2:
             self._wanted.set()
         return item
 
@@ -140,25 +168,31 @@ class _Reader:
         self._thread.join(timeout=_CLOSE_WAIT_S)
 
     def _run(self, step: int) -> None:
+        count = 1  # the first one soon
         while not self._closed:
             try:
-                self._ready.put(self._loader.read(step))
-            except Exception as error:  # handed to the caller of `take`, which raises it
-                self._ready.put(error)
+                for slices in self._loader.read(step, count):
+                    self._ready.put(slices)
+                    step += 1
+            except Exception as error:
+                if count > 1:
+                    count = 1  # those before the one that can't be read
+                    continue
+                self._ready.put(error)  # for the caller of `take`, which raises it
                 return
-            step += 1
             self._wanted.clear()
-            if self._ready.qsize() >= self._high and not self._closed:
+            if (count := self._ahead - self._ready.qsize()) <= self._ahead // 2 and not self._closed:
                 self._wanted.wait()
+                count = self._ahead - self._ready.qsize()
 
 
 def held_out_batches(
     corpus: Corpus, *, samples: int, micro_samples: int, seq_len: int, world: int, rank: int
-) -> list[MicroBatch]:
+) -> list[Slice]:
     """What `rank` evaluates of a fixed set of windows, evenly spaced over the corpus whatever the world.
 
-    All ranks get the same number of batches of the same shape, since ZeRO-3 gathers in the forward pass:
-    short ranks are padded with rows whose targets are all -100. `samples` is cut to the windows there are.
+    All ranks get the same number of batches of the same shape, since ZeRO-3 gathers in the forward pass: short ranks
+    are padded with rows that have no targets. `samples` is cut to the windows there are.
     """
     windows = _windows(corpus, seq_len)
     samples = min(samples, windows)
@@ -169,9 +203,17 @@ def held_out_batches(
     slices = np.concatenate([chosen, padding]).reshape(world, batches, rows)
     first = rank * batches * rows
     return [
-        _micro_batch(corpus, ids, seq_len, first_sample=first + number * rows)
+        Slice(windows=_read(corpus, ids, seq_len), ids=ids, first_sample=first + number * rows)
         for number, ids in enumerate(slices[rank])
     ]
+
+
+def _read(corpus: Corpus, ids: Numbers, seq_len: int) -> Tokens:
+    """Zeros where an id is padding."""
+    windows = np.zeros((len(ids), seq_len + 1), dtype=corpus.dtype)
+    real = ids != PADDING_ID
+    windows[real] = corpus.gather(window_of(ids[real]), seq_len)
+    return windows
 
 
 def _windows(corpus: Corpus, seq_len: int) -> int:
@@ -182,19 +224,3 @@ def _windows(corpus: Corpus, seq_len: int) -> int:
             "give it more text or make model.seq_len smaller"
         )
     return windows
-
-
-def _micro_batch(corpus: Corpus, ids: NDArray[np.uint64], seq_len: int, *, first_sample: int) -> MicroBatch:
-    # numpy does the copies: torch's could start a second pool of compute threads for this thread.
-    tokens = np.zeros((len(ids), seq_len), dtype=np.int64)
-    targets = np.full((len(ids), seq_len), NO_TARGET, dtype=np.int64)
-    for row, (number, window_number) in enumerate(zip(ids.tolist(), window_of(ids).tolist())):
-        if number != PADDING_ID:
-            window = corpus.window(window_number, seq_len)
-            tokens[row], targets[row] = window[:-1], window[1:]
-    return MicroBatch(
-        tokens=torch.from_numpy(tokens),
-        targets=torch.from_numpy(targets),
-        ids=ids,
-        first_sample=first_sample,
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -22,7 +23,11 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
+ROWS_PER_SHARD_MIN = 4
 _AGAIN = "prepare the corpus again after deleting"
+
+
+Tokens = NDArray[Any]  # uint16, or uint32 where the vocabulary needs it
 
 
 class DataError(ElasticError):
@@ -105,12 +110,13 @@ def check_sizes(prepared: Path, shards: tuple[Shard, ...]) -> None:
 class Corpus:
     """One split of a prepared corpus, memory-mapped."""
 
-    def __init__(self, *, fingerprint: str, vocab_size: int, values: list[NDArray[np.uint16]]) -> None:
+    def __init__(self, *, fingerprint: str, vocab_size: int, values: Sequence[Tokens]) -> None:
         self.fingerprint = fingerprint
         self.vocab_size = vocab_size
         self._values = values
         self._ends = np.cumsum([len(part) for part in values])
         self.tokens = int(self._ends[-1])
+        self.dtype = values[0].dtype
 
     @classmethod
     def open(cls, prepared: Path, split: Split) -> Self:
@@ -130,8 +136,8 @@ class Corpus:
         """How many windows of `seq_len` tokens there are; each needs one token more for its last target."""
         return max(0, (self.tokens - 1) // seq_len)
 
-    def window(self, index: int, seq_len: int) -> NDArray[np.uint16]:
-        """Tokens [index * seq_len, (index + 1) * seq_len] of the split's stream: uint16 [seq_len + 1].
+    def window(self, index: int, seq_len: int) -> Tokens:
+        """Tokens [index * seq_len, (index + 1) * seq_len] of the split's stream: [seq_len + 1].
 
         A view into the map, or a copy where it crosses shards. IndexError: there is no such window.
         """
@@ -146,3 +152,32 @@ class Corpus:
             if stop <= end:
                 break
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def gather(self, indices: NDArray[np.uint64], seq_len: int) -> Tokens:
+        """Copies of these windows: [len(indices), seq_len + 1]. IndexError: there is no such window."""
+        if len(indices) and int(indices.max()) >= self.windows(seq_len):
+            raise IndexError(f"window {indices.max()} of {self.windows(seq_len)} (seq_len {seq_len})")
+        out = np.empty((len(indices), seq_len + 1), dtype=self.dtype)
+        starts = indices.astype(np.int64) * seq_len
+        first = np.searchsorted(self._ends, starts, side="right")
+        inside = first == np.searchsorted(self._ends, starts + seq_len, side="right")
+        shards = np.unique(first[inside])
+        if len(shards) * ROWS_PER_SHARD_MIN > len(indices):
+            inside[:] = False  # so few in each that they are quicker one by one
+            shards = shards[:0]
+        for shard in shards.tolist():
+            rows = np.flatnonzero(inside & (first == shard))
+            values = self._values[shard]
+            begin = int(self._ends[shard]) - len(values)
+            number = -(-begin // seq_len)  # of the first window that begins in this shard
+            grid = _windows_of(values[number * seq_len - begin :], seq_len)
+            out[rows] = grid[indices[rows].astype(np.int64) - number]
+        for row in np.flatnonzero(~inside).tolist():
+            out[row] = self.window(int(indices[row]), seq_len)
+        return out
+
+
+def _windows_of(values: Tokens, seq_len: int) -> Tokens:
+    """All whole windows of `values` as the rows of a view, each sharing its last token with the next."""
+    count, item = (len(values) - 1) // seq_len, values.itemsize
+    return np.lib.stride_tricks.as_strided(values, (count, seq_len + 1), (seq_len * item, item), writeable=False)

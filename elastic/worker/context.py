@@ -24,9 +24,8 @@ from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.restore import restore
 from elastic.checkpoint.store import Store
 from elastic.config import Config, ElasticError, TaskError
-from elastic.data.loader import MicroBatch
+from elastic.data.loader import MicroBatch, Slice
 from elastic.events import Exit, StepRecord
-from elastic.model.shape import NO_TARGET
 from elastic.parallel.apply import parallelize
 from elastic.parallel.fsdp import accumulate, repeated_blocks
 from elastic.parallel.mesh import build_mesh
@@ -36,7 +35,7 @@ from elastic.worker.probes import Probes
 from elastic.worker.schedule import Schedule, rates_of
 from elastic.worker.shards import allocate, check_buffers, is_empty, local_gradients, local_part, sharded_entries
 from elastic.worker.state import State, check_alike
-from elastic.worker.step import Step, Word, scale, sum_over_ranks, to_device
+from elastic.worker.step import Step, Word, scale, sum_over_ranks
 
 _BUFFER_POLL_S = 0.002
 
@@ -56,9 +55,9 @@ class Phase(IntEnum):
 class Samples(Protocol):
     """Where micro-batches come from: the corpus, or the throw-away ones of a rehearsal."""
 
-    def micro_batches(self, step: int) -> list[MicroBatch]: ...
+    def micro_batches(self, step: int) -> list[Slice]: ...
 
-    def held_out(self) -> list[MicroBatch]: ...
+    def held_out(self) -> list[Slice]: ...
 
 
 class SnapshotBlocked(ElasticError):
@@ -322,9 +321,8 @@ class Context:
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in self.samples.held_out():
-            batch = to_device(batch, self.device)
-            sums[0] += loss(model, batch)
-            sums[1] += (batch.targets != NO_TARGET).sum()
+            sums[0] += loss(model, batch.to(self.device))
+            sums[1] += batch.targets
         model.train()
         dist.all_reduce(sums)
         total, tokens = sums.tolist()

@@ -26,7 +26,7 @@ from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, St
 from elastic.checkpoint.store import store_at
 from elastic.config import Config, ConfigError, TaskError
 from elastic.config_sections import Sizes
-from elastic.data.loader import Loader, MicroBatch, held_out_batches
+from elastic.data.loader import Loader, Slice, held_out_batches
 from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
 from elastic.plan import Assignment, Endpoint, Member
@@ -266,10 +266,10 @@ class CorpusSamples:
         self._corpora = corpora
         self._assignment = assignment
 
-    def micro_batches(self, step: int) -> list[MicroBatch]:
+    def micro_batches(self, step: int) -> list[Slice]:
         return self._loader.micro_batches(step)
 
-    def held_out(self) -> list[MicroBatch]:
+    def held_out(self) -> list[Slice]:
         return self._held_out
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ class CorpusSamples:
         )
 
     @cached_property
-    def _held_out(self) -> list[MicroBatch]:
+    def _held_out(self) -> list[Slice]:
         return held_out_batches(
             self._corpora.held_out,
             samples=self._config.evaluation.samples,

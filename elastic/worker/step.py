@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic.data.loader import MicroBatch
+from elastic.data.loader import MicroBatch, Slice
 from elastic.data.order import digest
-from elastic.model.shape import NO_TARGET
 
 METRICS_MAX = 8
 
@@ -91,7 +90,7 @@ class Step:
 
     def __init__(
         self,
-        batches: Sequence[MicroBatch],
+        batches: Sequence[Slice],
         *,
         number: int,
         seed: int,
@@ -112,7 +111,7 @@ class Step:
         self._mark = mark
         self._end = end
         self._losses: list[Tensor] = []
-        self._targets = [int((batch.targets != NO_TARGET).sum()) for batch in batches]
+        self._targets = [batch.targets for batch in batches]
         self._at: int | None = None
         self._reported: dict[tuple[str, int | None], float | Tensor] = {}
 
@@ -124,7 +123,7 @@ class Step:
             seed_generators(random_seed(self._seed, self.number, batch.first_sample), self._device)
             self._mark("forward")
             self._at = index
-            yield to_device(batch, self._device)
+            yield batch.to(self._device)
         self._at = None
 
     def backward(self, loss_sum: Tensor) -> None:
@@ -226,17 +225,6 @@ def seed_generators(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    if device.type == "cpu":
-        return batch
-    return MicroBatch(
-        tokens=batch.tokens.to(device, non_blocking=True),
-        targets=batch.targets.to(device, non_blocking=True),
-        ids=batch.ids,
-        first_sample=batch.first_sample,
-    )
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> float:

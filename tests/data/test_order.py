@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.data.order import digest, hash64, permute, sample_ids, window_of
+from elastic.data.order import WHOLE_BYTES, Order, digest, hash64, order_of, permute, window_of
 
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 20_000))
 SEEDS = st.integers(0, 2**63)
 
 
 def ids(windows: int, start: int, count: int, *, seed: int = 0, fingerprint: str = "f") -> np.ndarray:
-    return sample_ids(fingerprint=fingerprint, seed=seed, windows=windows, start=start, count=count)
+    return Order(fingerprint=fingerprint, seed=seed, windows=windows).run(start, count)
 
 
 @settings(deadline=None)
@@ -26,6 +26,41 @@ def test_each_epoch_holds_each_window_once(windows: int, seed: int, epoch: int) 
     assert got.dtype == np.uint64
     assert (got >> np.uint64(40) == epoch).all()
     assert np.array_equal(np.sort(window_of(got)), np.arange(windows, dtype=np.uint64))
+
+
+@settings(deadline=None)
+@given(windows=SIZES, lanes=st.integers(1, 40), block=st.integers(1, 300), epoch=st.integers(0, 5))
+def test_so_does_an_epoch_over_blocks(windows: int, lanes: int, block: int, epoch: int) -> None:
+    order = Order(fingerprint="f", seed=3, windows=windows, lanes=lanes, block=block)
+    got = order.run(epoch * windows, windows)
+    assert np.array_equal(np.sort(window_of(got)), np.arange(windows, dtype=np.uint64))
+    some = np.random.default_rng(windows).permutation(windows)[:50].astype(np.uint64) + np.uint64(epoch * windows)
+    assert np.array_equal(order.ids(some), got[some - np.uint64(epoch * windows)]), "each number by itself"
+
+
+def test_a_batch_draws_from_a_block_of_its_own_for_each_lane() -> None:
+    """And a lane stays in its block until that is used up: what is read in one piece is used as a whole."""
+    order = Order(fingerprint="f", seed=0, windows=64_000, lanes=32, block=100)
+    size = 64_000 // 640
+    blocks = window_of(order.run(0, 32 * size)).reshape(size, 32) // np.uint64(size)
+    assert (blocks == blocks[0]).all() and len(np.unique(blocks[0])) == 32
+    slots = window_of(order.run(0, 32 * size)).reshape(size, 32) % np.uint64(size)
+    assert all(len(np.unique(lane)) == size for lane in slots.T)
+    assert len({lane.tobytes() for lane in slots.T}) == 32, "each block has an order of its own"
+    later = window_of(order.run(32 * size, 32 * size)).reshape(size, 32) // np.uint64(size)
+    assert not set(later[0].tolist()) & set(blocks[0].tolist())
+
+
+def test_blocks_are_for_corpora_that_no_cache_holds() -> None:
+    small, large = WHOLE_BYTES // 2048, 64 * WHOLE_BYTES // 2048
+    made = [
+        order_of(fingerprint="f", seed=0, windows=windows, window_bytes=2048, lanes=512) for windows in (small, large)
+    ]
+    assert [order.block for order in made] == [1, 4096]
+    many = order_of(fingerprint="f", seed=0, windows=large, window_bytes=2048, lanes=1 << 16)
+    assert many.block == large // (8 << 16), "every lane has some blocks, or an epoch would be little shuffled"
+    left = large % (made[1].lanes * (large // (made[1].lanes * 4096)))
+    assert left < large / 1000, "few windows are read apart from their block"
 
 
 @settings(deadline=None)
@@ -59,10 +94,14 @@ def test_a_later_epoch_is_not_a_later_seed() -> None:
     assert not np.array_equal(window_of(ids(100, 100, 100, seed=0)), window_of(ids(100, 0, 100, seed=1)))
 
 
-@pytest.mark.parametrize("windows", [2**30, 10**9 + 7, 115_530])
-def test_neighbours_are_mixed(windows: int) -> None:
+@pytest.mark.parametrize(
+    ("windows", "lanes", "block"),
+    [(2**30, 1, 1), (10**9 + 7, 1, 1), (115_530, 1, 1), (10**9 + 7, 256, 4096), (10**6, 24, 64)],
+)
+def test_neighbours_are_mixed(windows: int, lanes: int, block: int) -> None:
     """Chi-square of the low nibble (15 degrees of freedom), and parity of the step between neighbours."""
-    got = window_of(ids(windows, 0, min(windows, 100_000)))
+    order = Order(fingerprint="f", seed=0, windows=windows, lanes=lanes, block=block)
+    got = window_of(order.run(0, min(windows, 100_000)))
     counts = np.bincount((got & np.uint64(15)).astype(np.int64), minlength=16)
     expected = len(got) / 16
     assert ((counts - expected) ** 2 / expected).sum() < 45, "p < 1e-4"

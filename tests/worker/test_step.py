@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.config_sections import Optimizer
-from elastic.data.loader import MicroBatch
+from elastic.data.loader import Slice
 from elastic.data.order import digest
 from elastic.worker.schedule import warmup_cosine
 from elastic.worker.step import Step, Word, limbs_of, random_seed, scale, squared_norm
@@ -65,13 +65,12 @@ def test_an_empty_share_of_the_parameters_has_no_norm() -> None:
 
 def _step(marks: list[str]) -> tuple[Step, torch.Tensor]:
     batches = [
-        MicroBatch(
-            tokens=torch.zeros(2, 3, dtype=torch.int64),
-            targets=torch.tensor([[1, 2, -100], [1, -100, -100]]),
-            ids=np.array([first, first + 1], dtype=np.uint64),
+        Slice(
+            windows=np.zeros((rows, 4), dtype=np.uint16),
+            ids=np.arange(first, first + rows, dtype=np.uint64),
             first_sample=first,
         )
-        for first in (10, 12)
+        for first, rows in ((10, 3), (13, 1))
     ]
     weight = torch.ones(1, requires_grad=True)
     return (
@@ -95,11 +94,11 @@ def test_a_step_counts_what_it_ran() -> None:
         draws.append(torch.rand(1).item())
         step.backward((weight * batch.tokens.numel()).sum())
     word = step.own_word([torch.tensor([2.0])], stop=False, snapshot=True)
-    assert (word.loss, word.norm_squared, word.tokens, word.samples) == (12.0, 4.0, 6.0, 4.0)
+    assert (word.loss, word.norm_squared, word.tokens, word.samples) == (12.0, 4.0, 12.0, 4.0)
     assert (word.non_finite, word.stop, word.snapshot) == (0.0, 0.0, 1.0)
     assert word.digest() == f"{digest(np.arange(10, 14, dtype=np.uint64)):016x}"
     assert marks == ["last=False", "forward", "backward", "last=True", "forward", "backward"]
-    again = torch.Generator().manual_seed(random_seed(3, 7, 12))
+    again = torch.Generator().manual_seed(random_seed(3, 7, 13))
     assert draws[1] == torch.rand(1, generator=again).item()
     assert draws[0] != draws[1]
 
@@ -131,7 +130,7 @@ def test_reports_are_weighted_by_the_targets_of_their_micro_batch() -> None:
         step.report({"b": 10.0 * number})  # the later one counts
     step.report({"whole": 2.5})
     own = step.own_word([], stop=False, snapshot=False)
-    assert step.metrics(own, own, world=1) == {"a": 4.0, "b": 5.0, "whole": 2.5}
+    assert step.metrics(own, own, world=1) == {"a": 4.0, "b": 2.5, "whole": 2.5}
     with pytest.raises(RuntimeError, match="every rank must report the same"):
         step.metrics(own, own, world=2)
     step.report({f"m{number}": 0.0 for number in range(8)})
