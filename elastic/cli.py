@@ -176,18 +176,17 @@ def _train(parsed: argparse.Namespace) -> int:
         _print_lines(summary_lines(config.place()))
         return EXIT_DONE
     start = resume.choose(config, asked)
-    told = preflight.start_line(config, start)
+    first = preflight.start_line(config, start)
     if parsed.dry_run:
-        _print_lines([*preflight.config_lines(config), "", *preflight.plan_lines(config), f"not started: {told}"])
+        _print_lines([*preflight.config_lines(config), "", *preflight.plan_lines(config), f"not started: {first}"])
         return EXIT_DONE
-    _say(told)
     config = _tried(config, text, parsed)
     asked = resume.settle(config, asked, start)
     _set_ray_environment()
     from elastic.cluster import session
 
-    began_s = time.monotonic()
-    ended = session.run(config, address=parsed.address, observers=[Progress(config)], say=_say, resume=asked)
+    began_s, seen = time.monotonic(), [Progress(config)]
+    ended = session.run(config, address=parsed.address, observers=seen, say=_say, first=first, resume=asked)
     _print_lines(summary_lines(config.place().within(ACCOUNT_S)))
     print(f"took        {time.monotonic() - began_s:.0f} s in all")
     return _exit_code(config, ended)
@@ -232,13 +231,13 @@ def _config_schema(parsed: argparse.Namespace) -> int:
 
 def _config_check(parsed: argparse.Namespace) -> int:
     from elastic import preflight, resume
-    from elastic.checkpoint.probe import check_storage
+    from elastic.checkpoint.probe import try_storage
     from elastic.data.prepare import list_files
     from elastic.report import finished
 
     config, text = _checked(parsed)
     list_files(config.data)
-    check_storage(config.place(), _say)
+    try_storage(config.place(), _say)
     _tried(config, text, parsed)
     start = None if finished(config) else resume.choose(config, resume.Resume())
     told = preflight.start_line(config, start) if start else f"run {config.run} has finished"

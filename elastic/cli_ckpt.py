@@ -157,7 +157,9 @@ def age(age_s: float | None) -> str:
 
 
 def _add_verify(inner: Any) -> None:
-    sub = add_command(inner, "verify", _verify, "hold every byte against its checksum; exit 1 where one is damaged")
+    sub = add_command(
+        inner, "verify", _verify, "hold every byte against its checksum; exit 1 where one is damaged or there is none"
+    )
     which = sub.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="default: the newest")
     which.add_argument("--all", action="store_true", help="every checkpoint that counts")
@@ -174,7 +176,7 @@ def _verify(parsed: argparse.Namespace, store: Store, log: CommitLog, complaints
     damaged = bool(complaints) or any(result["damages"] for result in results)
     if parsed.json:
         print(json.dumps({"checkpoints": results, "complaints": complaints}, indent=1))
-        return FAILED if damaged else DONE
+        return DONE if entries and not damaged else FAILED
     for result in results:
         told = f"{result['nbytes']:,} bytes of {result['tensors']} tensors verified"
         told = "damaged" if result["damages"] else "retired meanwhile" if result["retired"] else told
@@ -183,7 +185,7 @@ def _verify(parsed: argparse.Namespace, store: Store, log: CommitLog, complaints
     print("".join(f"log: {line}\n" for line in complaints), end="")
     if not entries:
         print("no checkpoint")
-    return FAILED if damaged else DONE
+    return DONE if entries and not damaged else FAILED
 
 
 def _verified(store: Store, log: CommitLog, entry: Entry) -> dict[str, Any]:
@@ -234,14 +236,14 @@ def _progress(what: str, nbytes: int) -> Callable[[int], None]:
 
 def _add_rm(inner: Any) -> None:
     sub = add_command(inner, "rm", _rm, "remove checkpoints; never the newest whole one nor a pinned one")
-    sub.add_argument("steps", metavar="STEP", type=int, nargs="+")
+    sub.add_argument("which", metavar="STEP", nargs="+", help="or entry:NUMBER, where a step has two")
 
 
 def _rm(parsed: argparse.Namespace, store: Store, log: CommitLog, _: list[str]) -> int:
-    from elastic.checkpoint.upkeep import manifest_of, of_step, remove
+    from elastic.checkpoint.upkeep import chosen, manifest_of, remove
 
-    entries = [of_step(log, step) for step in dict.fromkeys(parsed.steps)]
-    remove(store, log, entries, _person())
+    entries = [chosen(log, which) for which in dict.fromkeys(parsed.which)]
+    remove(store, log, entries, _person(), _progress)
     for entry in entries:
         manifest = manifest_of(entry)
         nbytes = sum(record.nbytes for record in manifest.shards)

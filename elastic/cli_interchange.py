@@ -32,7 +32,7 @@ def add_parsers(commands: Any) -> None:
     import_.add_argument(
         "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="over the file"
     )
-    import_.add_argument("--step", type=int, default=0, help="completed steps, for schedule and data; default: 0")
+    import_.add_argument("--step", type=int, help="completed steps, for schedule and data; default: the optimizer's")
     import_.set_defaults(command=_import)
 
 

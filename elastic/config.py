@@ -112,6 +112,15 @@ class Config(Section):
                 f"batch.global_samples {self.batch.global_samples} is below hosts_max {self.hosts_max}: "
                 "each host needs at least one sample a step"
             )
+        scheme, _, rest = self.storage.partition(":/")
+        if scheme.isalnum() and scheme != self.storage and not rest.strip("/"):
+            problems.append(
+                f"storage {self.storage!r} names no place: wanted a directory, or a URL as s3://bucket/prefix"
+            )
+        elif scheme.isalnum() and rest and not rest.startswith("/"):
+            problems.append(
+                f"storage {self.storage!r} is neither a directory nor a URL; did you mean {scheme}://{rest}?"
+            )
         steps = [change.step for change in self.schedule]
         if steps != sorted(set(steps)):
             problems.append(f"schedule has steps {steps}, they must rise")

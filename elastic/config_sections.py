@@ -99,6 +99,12 @@ class StorageOptions(Section):
     deadline_s: float = Field(20.0, gt=0)
     upload_mbs_max: float = Field(0.0, ge=0)
 
+    @model_validator(mode="after")
+    def _check(self) -> StorageOptions:
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint {self.endpoint!r} must begin with http:// or https://")
+        return self
+
 
 class Snapshot(Section):
     """Copies in host memory, with a second copy in another failure domain.

@@ -144,19 +144,18 @@ def _groups(config: Config, step: int, reader: Reader) -> dict[dcp.Path, Any]:
 # ---------------------------------------------------------------- import
 
 
-def import_run(config: Config, where: str, *, step: int = 0, say: Callable[[str], None]) -> None:
+def import_run(config: Config, where: str, *, step: int | None = None, say: Callable[[str], None]) -> None:
     """Makes what lies in directory or URL `where` the first checkpoint of the job's run, which must not exist yet.
 
-    step: of which the run goes on, for its schedule and position in the data. ConfigError: one line for each thing
-    that does not fit. Killed at any moment and called again it does the same: without a log entry there is no run.
+    step: of which the run goes on, for its schedule and position in the data; None: as many as the optimizer has made.
+    ConfigError: one line for each thing that does not fit. Killed at any moment and called again it does the same:
+    without a log entry there is no run.
     """
     place = config.place()
     if resume.exists(place):
         raise ConfigError(
             f"{place.url} holds a run already, so nothing can be imported into it; name a new one (--set run=NAME)"
         )
-    if not 0 <= step <= config.steps:
-        raise ConfigError(f"--step {step}: wanted 0 to {config.steps}, which is `steps` of the job")
     fitted = _fit(config, where)
     if fitted.problems:
         more = len(fitted.problems) - PROBLEMS_MAX
@@ -164,6 +163,17 @@ def import_run(config: Config, where: str, *, step: int = 0, say: Callable[[str]
         raise ConfigError("\n".join([*problems, *([f"{where}: {more} more of this kind"] if more > 0 else [])]))
     for line in fitted.told:
         say(line)
+    if step is None:
+        made = importing.steps_made(fitted.parts)
+        if len(made) > 1:
+            raise ConfigError(
+                f"{where}: its optimizer states are of steps {sorted(made)}; say with --step where it goes on"
+            )
+        step = next(iter(made), 0)
+    if not 0 <= step <= config.steps:
+        raise ConfigError(
+            f"step {step} of {where}: wanted 0 to {config.steps}, which is `steps` of the job; see --step"
+        )
     fingerprint = read_manifest(prepare(config.data, progress=say).parent).fingerprint
     store = store_at(place)
     manifest = importing.write(

@@ -20,10 +20,11 @@ from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.pins import Pin, pin
 from elastic.checkpoint.store import DirectoryStore, MemoryStore
+from elastic.config import ConfigError
 from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted
 from tests.checkpoint.hosts import key
-from tests.checkpoint.stored import ABOUT, commits, save, upload
+from tests.checkpoint.stored import ABOUT, commits, manifest, save, upload
 from tests.checkpoint.test_log import outcome
 from tests.runs import config_in
 
@@ -325,7 +326,7 @@ def test_a_run_is_found_by_its_name(capsys: pytest.CaptureFixture[str], tmp_path
     monkeypatch.chdir(tmp_path)
     assert elastic(capsys, "ls", "mine")[:2] == (0, "no checkpoint\n")
     code, out, _ = elastic(capsys, "verify", "mine")
-    assert (code, out) == (0, "no checkpoint\n")
+    assert (code, out) == (1, "no checkpoint\n"), "nothing was verified"
 
 
 def test_the_group_needs_neither_torch_nor_ray(run_dir: Path) -> None:
@@ -339,3 +340,46 @@ def test_the_group_needs_neither_torch_nor_ray(run_dir: Path) -> None:
         command = [sys.executable, "-c", program, "ckpt", arguments[0], str(run_dir), *arguments[1:]]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_what_the_run_went_back_from_goes_off_the_line_and_takes_no_place() -> None:
+    """Unless it is pinned: a pin keeps all that it names."""
+    store = MemoryStore()
+    CommitLog(store).claim("a")
+    worker = Committer(store, CommitLog(store), 1, about=ABOUT, samples_per_step=24, keep=Checkpoint(keep=3))
+    for step in (10, 20, 30, 40):
+        worker.submit(key(1, step), upload(store, key(1, step)), {}, ["data/1-1-30/0.bin"] if step == 40 else ())
+        assert isinstance(outcome(worker), CheckpointCommitted)
+    assert worker.close()
+    assert [entry.manifest.key.step for entry in CommitLog(store).line() if entry.manifest] == [40, 20, 10]
+    assert not [name for name in store.list("data/") if name.startswith("data/1-1-30/")], "its bytes are garbage"
+
+
+def test_the_last_good_one_stays_though_a_newer_one_is_there_in_full_size() -> None:
+    store = MemoryStore()
+    CommitLog(store).claim("a")
+    commits(store, 10, 20)
+    whole = store.get("data/1-1-20/0.bin")
+    store.put("data/1-1-20/0.bin", bytes([whole[0] ^ 1]) + whole[1:])
+    log = CommitLog(store)
+    with pytest.raises(CheckpointError, match=r"step 20, which would stay, is damaged: .*; nothing removed"):
+        upkeep.remove(store, log, [upkeep.of_step(log, 10)], "me")
+    assert len(CommitLog(store).line()) == 2
+    store.put("data/1-1-20/0.bin", whole)
+    upkeep.remove(store, log, [upkeep.of_step(log, 10)], "me")
+    assert [entry.manifest.key.step for entry in CommitLog(store).line() if entry.manifest] == [20]
+
+
+def test_two_checkpoints_of_one_step_are_told_apart_by_their_entry() -> None:
+    store = MemoryStore()
+    CommitLog(store).claim("a")
+    commits(store, 10)
+    CommitLog(store).commit(1, manifest(store, key(2, 10), 1))
+    log = CommitLog(store)
+    with pytest.raises(ConfigError, match=r"step 10 has 2 checkpoints, log entries 2, 3: .* entry:3"):
+        upkeep.chosen(log, "10")
+    assert upkeep.chosen(log, "entry:2").number == 2
+    with pytest.raises(ConfigError, match="entry 9 is no checkpoint"):
+        upkeep.chosen(log, "entry:9")
+    with pytest.raises(ConfigError, match="'ten': wanted a step"):
+        upkeep.chosen(log, "ten")

@@ -62,6 +62,18 @@ def told(path: Path, text: str, *overrides: str) -> list[str]:
             "job.yaml:3: batch.global_samples 2 is below hosts_max 4: each host needs at least one sample a step",
         ),
         ("model: {heads: 3}", "job.yaml:1: model.dim 128 must be heads (3) times an even head size"),
+        (
+            "storage: s3:/bucket/x",
+            "job.yaml:1: storage 's3:/bucket/x' is neither a directory nor a URL; did you mean s3://bucket/x?",
+        ),
+        (
+            "storage: s3://",
+            "job.yaml:1: storage 's3://' names no place: wanted a directory, or a URL as s3://bucket/prefix",
+        ),
+        (
+            "storage_options: {endpoint: 127.0.0.1:9}",
+            "job.yaml:1: storage_options.endpoint '127.0.0.1:9' must begin with http:// or https://",
+        ),
         ("- 1", "job.yaml holds a list, wanted keys with values, such as steps: 100"),
         ("steps: [", "job.yaml:1 is not YAML: expected the node content, but found '<stream end>'"),
         ("when: 2024-13-45", "job.yaml is not YAML: month must be in 1..12"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from elastic.checkpoint import garbage, retention
 from elastic.checkpoint.errors import CheckpointError, Fenced
@@ -20,7 +20,7 @@ from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted, CommitFailed, Uploaded
 from elastic.plan import SnapshotKey
 
-Job = tuple[SnapshotKey, tuple[Uploaded, ...], Mapping[str, float]]
+Job = tuple[SnapshotKey, tuple[Uploaded, ...], Mapping[str, float], frozenset[str]]
 Result = CheckpointCommitted | CommitFailed
 
 JOBS_MAX = 8
@@ -53,10 +53,17 @@ class Committer:
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
         self._thread.start()
 
-    def submit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float]) -> None:
-        """Never waits; the outcome comes through `results`. metrics: of an evaluation at this very step."""
+    def submit(
+        self,
+        key: SnapshotKey,
+        uploads: tuple[Uploaded, ...],
+        metrics: Mapping[str, float],
+        without: Collection[str] = (),
+    ) -> None:
+        """Never waits; the outcome comes through `results`. metrics: of an evaluation at this very step. without: an
+        object of each checkpoint that proved damaged: it does not count after this commit, unless it is pinned."""
         try:
-            self._jobs.put_nowait((key, uploads, metrics))
+            self._jobs.put_nowait((key, uploads, metrics, frozenset(without)))
         except queue.Full:
             reason = f"{JOBS_MAX} commits are waiting already; storage is slow"
             self._results.put(CommitFailed(key=key, reason=reason))
@@ -79,15 +86,21 @@ class Committer:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            key, uploads, metrics = job
+            key = job[0]
             try:
-                self._results.put(self._commit(key, uploads, metrics))
+                self._results.put(self._commit(*job))
             except Fenced as error:
                 self._results.put(CommitFailed(key=key, reason=str(error), fenced_by=error.by_attempt))
             except Exception as error:  # the thread must live: the run goes on without this checkpoint
                 self._results.put(CommitFailed(key=key, reason=f"{type(error).__name__}: {error}"))
 
-    def _commit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float]) -> Result:
+    def _commit(
+        self,
+        key: SnapshotKey,
+        uploads: tuple[Uploaded, ...],
+        metrics: Mapping[str, float],
+        without: frozenset[str],
+    ) -> Result:
         for entry in self._log.checkpoints():
             if entry.manifest and (entry.attempt, entry.manifest.key) == (self._attempt, key):
                 return CheckpointCommitted(key=key, number=entry.number, restore=restore_plan(entry.manifest))
@@ -102,15 +115,18 @@ class Committer:
         )
         self._before_commit()
         sizes = self._store.list("data/")
-        number = self._log.commit(self._attempt, manifest, lambda line, _: self._kept(line, manifest, sizes))
+        number = self._log.commit(self._attempt, manifest, lambda line, _: self._kept(line, manifest, sizes, without))
         committed = CheckpointCommitted(key=key, number=number, restore=restore_plan(manifest))
         self._tidy(key, sizes)
         return committed
 
-    def _kept(self, line: Sequence[Entry], new: Manifest, sizes: Mapping[str, int]) -> set[int]:
+    def _kept(
+        self, line: Sequence[Entry], new: Manifest, sizes: Mapping[str, int], without: frozenset[str]
+    ) -> set[int]:
         """The pins are listed anew whenever the log has grown (see pins.pin)."""
-        whole = retention.whole(line, sizes)
-        return retention.kept(line, self._keep, new, pinned=pinned(self._store), whole=whole)
+        sound = [entry for entry in line if entry.manifest and without.isdisjoint(entry.manifest.objects())]
+        whole = retention.whole(sound, sizes)
+        return retention.kept(sound, self._keep, new, pinned=pinned(self._store), whole=whole)
 
     def _tidy(self, committed: SnapshotKey, sizes: Mapping[str, int]) -> None:
         """Deletes what nothing names any more. A failure leaves it to the next commit."""

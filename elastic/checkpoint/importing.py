@@ -44,6 +44,16 @@ def adamw_state(parameters: Mapping[str, Kind]) -> dict[str, Kind]:
     return found
 
 
+def steps_made(parts: Iterable[Part]) -> set[int]:
+    """What the optimizer's states say, each of one parameter, by torch's convention ("optimizer.w.step")."""
+    steps = [
+        (block, read) for block, read in parts if block.name.startswith("optimizer.") and block.name.endswith(".step")
+    ]
+    return {
+        int(np.frombuffer(read(), dtype=block.dtype)[0]) for block, read in steps if block.dtype in ("float32", "int64")
+    }
+
+
 def fit(source: Source, names: Mapping[str, str], wanted: Mapping[str, Kind], *, what_next: str) -> Fitted:
     """`source`'s tensors, by what `names` calls them here, as `wanted` says; an optimizer state that is wholly absent
     begins as zeros. problems: one sentence for each tensor that is unknown, missing or of another shape."""

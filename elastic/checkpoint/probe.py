@@ -44,6 +44,18 @@ def check_storage(place: Place, say: Callable[[str], None]) -> None:
             raise ConfigError(f"storage: {error}") from error
 
 
+def try_storage(place: Place, say: Callable[[str], None]) -> None:
+    """As `check_storage`; of a directory that is not there yet nothing stays."""
+    root = place.directory
+    made = [] if "://" in place.url else [path for path in (root, *root.parents) if not path.exists()]
+    try:
+        check_storage(place, say)
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+
+
 def probe(store: Store, where: str) -> None:
     """Objects can be created, read, listed and deleted, and a name is taken only once.
 

@@ -71,14 +71,17 @@ class Shard:
                 if got != self.crcs[first // SUB_BLOCK]:
                     raise CheckpointError(self.damage(first // SUB_BLOCK, where=where))
 
-    def damage(self, sub_block: int, *, where: str) -> str:
+    def damage(self, sub_block: int, *, where: str, blocks_told: int | None = BLOCKS_TOLD) -> str:
+        """One sentence; `blocks_told` of what lies there are named, None: all."""
         start, stop = sub_block * SUB_BLOCK, min((sub_block + 1) * SUB_BLOCK, self.nbytes)
         hit = [block for block in self.blocks() if block.at < stop and block.at + block.nbytes > start]
-        told = ", ".join(map(_told, hit[:BLOCKS_TOLD])) or "padding"
-        more = f" and {len(hit) - BLOCKS_TOLD} more blocks" if len(hit) > BLOCKS_TOLD else ""
+        shown = hit[:blocks_told]
+        told = ", ".join(map(_told, shown)) or "padding"
+        more = f" and {len(hit) - len(shown)} more blocks" if len(hit) > len(shown) else ""
+        one_of = "one of " if len(hit) > 1 else ""
         return (
             f"{where}: bytes {start} to {stop} of rank {self.rank}'s shard of {self.key} fail their CRC "
-            f"({told}{more}); use another copy or an older checkpoint"
+            f"({one_of}{told}{more}); use another copy or an older checkpoint"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic.checkpoint import garbage, pins
@@ -11,6 +11,7 @@ from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import Manifest, check_present
 from elastic.checkpoint.object_store import ObjectStore
 from elastic.checkpoint.store import DirectoryStore, Store
+from elastic.checkpoint.verify import damages
 from elastic.config import ConfigError
 
 
@@ -37,6 +38,26 @@ def of_step(log: CommitLog, step: int) -> Entry:
     return max(found, key=lambda entry: (entry.number in line, entry.number))
 
 
+def chosen(log: CommitLog, which: str) -> Entry:
+    """The checkpoint that a person names: its step, or "entry:NUMBER". ConfigError: there is none, or more than one."""
+    kind, _, number = which.rpartition(":")
+    if kind not in ("", "entry") or not number.isdecimal():
+        raise ConfigError(f"{which!r}: wanted a step, or entry:NUMBER as `elastic ckpt ls` shows it")
+    if kind == "":
+        of = [entry.number for entry in log.checkpoints() if manifest_of(entry).key.step == int(number)]
+        if len(of) > 1:
+            raise ConfigError(
+                f"step {number} has {len(of)} checkpoints, log entries {', '.join(map(str, of))}: say which, as in "
+                f"entry:{of[-1]}"
+            )
+        return of_step(log, int(number))
+    alive = {entry.number: entry for entry in log.checkpoints()}
+    if int(number) not in alive:
+        there = ", ".join(map(str, alive)) or "none"
+        raise ConfigError(f"log entry {number} is no checkpoint that exists; entries that are: {there}")
+    return alive[int(number)]
+
+
 def damage_at_a_glance(store: Store, entry: Entry) -> str:
     """Objects that are not there or have the wrong size, tables that changed: "" where none did. No data is read."""
     try:
@@ -48,12 +69,29 @@ def damage_at_a_glance(store: Store, entry: Entry) -> str:
     return ""
 
 
-def remove(store: Store, log: CommitLog, entries: Sequence[Entry], who: str) -> None:
+def remove(
+    store: Store,
+    log: CommitLog,
+    entries: Sequence[Entry],
+    who: str,
+    progress: Callable[[str, int], Callable[[int], None]] = lambda what, nbytes: lambda more: None,
+) -> None:
     """Takes the checkpoints back, then deletes their objects. A driver that is alive goes on: it only needs the newest.
 
-    CheckpointError: one is pinned, or is what the run goes on from; then nothing is removed.
+    What the run would go on from is read first, every byte: it may be there in full size and damaged all the same.
+    progress: of that, from a name and a size to what hears how many bytes more were read.
+    CheckpointError: one is pinned, is what the run goes on from, or what stays is damaged; then nothing is removed.
     """
     numbers = {entry.number for entry in entries}
+    if (stays := log.newest_entry()) and stays.number not in numbers:
+        manifest = manifest_of(stays)
+        what = f"step {manifest.key.step}, which stays"
+        hears = progress(what, sum(record.nbytes for record in manifest.shards))
+        if found := next(damages(store, manifest, hears), None):
+            step = manifest.key.step
+            raise CheckpointError(
+                f"the checkpoint of step {step}, which would stay, is damaged: {found}; nothing removed"
+            )
 
     def check() -> None:
         held = numbers & pins.pinned(store)

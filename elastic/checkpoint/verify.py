@@ -96,7 +96,7 @@ def _damaged(store: Store, stretch: _Stretch) -> list[str]:
     if len(data) != stop - start:
         return [f"{record.object}: of bytes {start} to {stop} only {len(data)} came, though its size is right"]
     return [
-        stretch.shard.damage(at // SUB_BLOCK, where=record.object)
+        stretch.shard.damage(at // SUB_BLOCK, where=record.object, blocks_told=None)
         for at in range(start, stop, SUB_BLOCK)
         if zlib.crc32(data[at - start : at - start + SUB_BLOCK]) != stretch.shard.crcs[at // SUB_BLOCK]
     ]

@@ -110,9 +110,10 @@ def _figures(status: dict[str, Any]) -> list[str]:
         return []
     loss = "" if status.get("loss") is None else f"  loss {status['loss']:.4f}"
     rate = "" if status.get("tokens_s") is None else f"  {status['tokens_s']:,.0f} tokens/s"
+    safe = "none" if status["safe_step"] is None else status["safe_step"]
+    durable = f"{status['durable_step']} ({status['durable_age_s']:.0f} s ago)" if status["durable_step"] else "none"
     return [
-        f"step        {status['step']}/{status['steps']}{loss}{rate}  safe {status['safe_step']}  "
-        f"durable {status['durable_step']} ({status['durable_age_s']:.0f} s ago)",
+        f"step        {status['step']}/{status['steps']}{loss}{rate}  safe {safe}  durable {durable}",
         f"generation  {status['generation']} of attempt {status['attempt']}, world {status['world']}, "
         f"{status['incidents']} incidents",
     ]

@@ -53,9 +53,11 @@ def run(
     address: str | None,
     observers: Sequence[Observer],
     say: Say,
+    first: str = "",
     resume: Resume | None = None,
 ) -> Ended:
-    """Train `config` on the cluster at `address`, or on local nodes that are started and ended here.
+    """Train `config` on the cluster at `address`, or on local nodes that are started and ended here. first: what to
+    say once it is known that no other driver has the run.
 
     KeyboardInterrupt: a signal ended it at once (see `Ladder`), all that was started here has ended too.
     RunError: no cluster answers there.
@@ -68,6 +70,8 @@ def run(
     with Ladder() as ladder:
         with only_driver(config.run_dir()):
             pass  # refused now rather than after the nodes have started
+        if first:
+            say(first)
         try:
             prepare(config.data, progress=say)
             with _cluster(config, address, say) as nodes:

@@ -93,7 +93,10 @@ class WriteSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCheckpoint:
+    """`without`: an object of each checkpoint that the run went back from; they do not count any more."""
+
     key: SnapshotKey
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

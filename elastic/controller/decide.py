@@ -171,7 +171,8 @@ def _step_safe(state: RunState, event: events.StepSafe, now_s: float, config: Co
 def _upload_completed(state: RunState, event: events.UploadCompleted, _: float, __: Config) -> Decision:
     if event.key != state.upload:
         return Decision(state=state)
-    return Decision(state=state, actions=(CommitCheckpoint(key=event.key),))
+    without = tuple(plan.sources[0].object for plan in state.damaged)
+    return Decision(state=state, actions=(CommitCheckpoint(key=event.key, without=without),))
 
 
 def _checkpoint_committed(state: RunState, event: events.CheckpointCommitted, now_s: float, config: Config) -> Decision:

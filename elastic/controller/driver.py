@@ -7,7 +7,7 @@ exist. Everything it concludes from that enters `decide` as a fact.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import IO, Any, Protocol
 
@@ -46,7 +46,9 @@ class Cluster(Protocol):
 class Commits(Protocol):
     """The commit log, off the driver's thread."""
 
-    def submit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float]) -> None: ...
+    def submit(
+        self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float], without: Collection[str]
+    ) -> None: ...
 
     def results(self) -> list[events.CheckpointCommitted | events.CommitFailed]: ...
 
@@ -137,7 +139,7 @@ class Driver:
             if isinstance(action, EvictHost):
                 self._evict(action.host)
             elif isinstance(action, CommitCheckpoint):
-                self._commit(action.key)
+                self._commit(action)
             elif isinstance(action, UploadSnapshot):
                 self._uploads.forget_before(action.key)
         return decision.reason
@@ -255,12 +257,13 @@ class Driver:
             self._submitted = (key, self.state.upload_since_s)
             self.take(events.UploadCompleted(key=key))
 
-    def _commit(self, key: SnapshotKey) -> None:
+    def _commit(self, action: CommitCheckpoint) -> None:
+        key = action.key
         uploads = self._uploads.complete(key, len(self.state.upload_hosts))
         assert uploads is not None, key
         # A restarted coordinator has not heard of the evaluation; the checkpoint is as good without its loss.
         loss = dict(self._held_out).get(key)
-        self._commits.submit(key, uploads, {} if loss is None else {"held_out": loss})
+        self._commits.submit(key, uploads, {} if loss is None else {"held_out": loss}, action.without)
         self._uploads.forget_before(key)
 
     def status(self) -> dict[str, Any]:

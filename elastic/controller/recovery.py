@@ -76,7 +76,8 @@ def _go_back(state: RunState, why: str) -> Decision:
         return Decision(state=replace(state, durable=None), reason=told)
     first, *rest = state.older
     told = f"the checkpoint of step {step} is damaged, going back to that of step {first.key.step}: {headline(why)}"
-    return Decision(state=replace(state, durable=first, older=tuple(rest)), reason=told)
+    after = replace(state, durable=first, older=tuple(rest), damaged=(*state.damaged, state.durable))
+    return Decision(state=after, reason=told)
 
 
 def _story(rank: int, host: str, ended: Exit) -> str:

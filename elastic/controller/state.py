@@ -88,7 +88,8 @@ class RunState:
     again. `refused`, `held`, `marked`: hosts that may not take part, may only where there are too few others, may and
     were found odd; each with why. `losses`: by node. `paused_by`, `nodes_wanted`, `hosts_wanted`, `checkpoint_wanted`,
     `settings`: what people ordered. `observed`: what policies in observe mode would do, by what it concerns. `keep`:
-    what hosts may not overwrite. `older`: checkpoints before `durable`, newest first. `pace`: what checkpoints cost.
+    what hosts may not overwrite. `older`: checkpoints before `durable`, newest first. `damaged`: what the run
+    went back from: commits take it off the line. `pace`: what checkpoints cost.
     `began_s`: when the attempt did. `durable_at_s`: when `durable` was committed, or the attempt began.
     `upload_hosts`: who has a shard of what is uploaded, by rank. `upload_since_s`: when the present upload began, or
     the last one failed. `not_durable`: why the newest tries to commit a checkpoint failed, and since when.
@@ -124,6 +125,7 @@ class RunState:
     keep: SnapshotKey | None = None
     durable: RestorePlan | None = None
     older: tuple[RestorePlan, ...] = ()
+    damaged: tuple[RestorePlan, ...] = ()
     upload: SnapshotKey | None = None
     upload_hosts: tuple[str, ...] = ()
     upload_since_s: float = 0.0

@@ -489,7 +489,7 @@ def test_a_run_that_exists_and_a_folder_of_something_else(tmp_path: Path, hf: Pa
     imported(config, hf)
     with pytest.raises(ConfigError, match="holds a run already, so nothing can be imported into it"):
         imported(config, hf)
-    with pytest.raises(ConfigError, match=r"--step 31: wanted 0 to 30"):
+    with pytest.raises(ConfigError, match=r"step 31 of .*: wanted 0 to 30"):
         imported(job(tmp_path, run="new"), hf, step=31)
 
 

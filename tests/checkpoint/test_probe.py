@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.probe import check_storage
+from elastic.checkpoint.probe import check_storage, try_storage
 from elastic.checkpoint.store import DirectoryStore, store_at
 from elastic.config import ConfigError, Place
 
@@ -29,6 +29,14 @@ def test_a_new_directory_and_one_with_a_run_pass_and_nothing_is_left_behind(tmp_
     CommitLog(store_at(place)).claim("here")
     (place.directory / "notes.txt").touch()
     check_storage(place, pytest.fail)
+
+
+def test_of_a_trial_nothing_stays(tmp_path: Path) -> None:
+    try_storage(Place.of_directory(tmp_path / "runs" / "new"), say=print)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").mkdir()
+    try_storage(Place.of_directory(tmp_path / "runs" / "new"), say=print)
+    assert list(tmp_path.iterdir()) == [tmp_path / "runs"], "what was there stays"
 
 
 def test_a_directory_that_somebody_else_uses_is_refused(tmp_path: Path) -> None:

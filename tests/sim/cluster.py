@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from elastic import events
@@ -68,7 +68,9 @@ class SimCommits:
         self.with_loss = self.outlived = 0
         self._results: list[events.CheckpointCommitted | events.CommitFailed] = []
 
-    def submit(self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float]) -> None:
+    def submit(
+        self, key: SnapshotKey, uploads: tuple[Uploaded, ...], metrics: Mapping[str, float], without: Collection[str]
+    ) -> None:
         # A coordinator that was restarted may not know it; a wrong one never.
         assert not metrics or metrics == {"held_out": held_out(key.step)}, (key, metrics)
         self.with_loss += bool(metrics)
