@@ -16,7 +16,7 @@ from elastic.checkpoint.safetensors_file import SafetensorsSource
 from elastic.checkpoint.store import Store, open_store, store_at
 from elastic.checkpoint.upkeep import manifest_of, of_step
 from elastic.config import Config, ConfigError, Place
-from elastic.data.prepare import prepare
+from elastic.data.prepare import prepare_for
 from elastic.data.shards import read_manifest
 from elastic.report import config_of
 
@@ -164,7 +164,7 @@ def import_run(config: Config, where: str, *, step: int = 0, say: Callable[[str]
         raise ConfigError("\n".join([*problems, *([f"{where}: {more} more of this kind"] if more > 0 else [])]))
     for line in fitted.told:
         say(line)
-    fingerprint = read_manifest(prepare(config.data, progress=say).parent).fingerprint
+    fingerprint = read_manifest(prepare_for(config, progress=say).parent).fingerprint
     store = store_at(place)
     manifest = importing.write(
         store,
