@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic import cli_ckpt, cli_interchange
+from elastic import cli_ckpt, cli_data, cli_interchange
 from elastic.config import Config, ConfigError, ElasticError, TaskError, json_schema, load, resolve
 from elastic.config_text import Text, setting
 
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument(
         "--fault", action="append", default=[], metavar="KIND@step=N[,rank=R][,seconds=S]", help="may be given often"
     )
-    _add_job(commands, "prepare", _prepare, "prepare a job's corpus and stop")
+    cli_data.add(commands, _set_ray_environment)
     _add_config(commands)
     _add_logs(commands)
     for name, command, text in (
@@ -232,11 +232,11 @@ def _config_schema(parsed: argparse.Namespace) -> int:
 def _config_check(parsed: argparse.Namespace) -> int:
     from elastic import preflight, resume
     from elastic.checkpoint.probe import try_storage
-    from elastic.data.prepare import list_files
+    from elastic.data.prepare import check_input
     from elastic.report import finished
 
     config, text = _checked(parsed)
-    list_files(config.data)
+    check_input(config)
     try_storage(config.place(), _say)
     _tried(config, text, parsed)
     start = None if finished(config) else resume.choose(config, resume.Resume())
@@ -259,13 +259,6 @@ def _chaos(parsed: argparse.Namespace) -> int:
     from elastic.cluster import trial
 
     return EXIT_DONE if trial.run(config, chosen, progress=Progress(config), say=_say) else EXIT_FAILED
-
-
-def _prepare(parsed: argparse.Namespace) -> int:
-    from elastic.data.prepare import prepare
-
-    print(prepare(load(parsed.job, tuple(parsed.overrides)).data, progress=_say))
-    return EXIT_DONE
 
 
 def _report(parsed: argparse.Namespace) -> int:

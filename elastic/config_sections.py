@@ -67,23 +67,6 @@ class Batch(Section):
     micro_samples: int = Field(3, ge=1)
 
 
-class Data(Section):
-    """`corpus`: a directory of text files, or `stdlib` for the Python standard library's source."""
-
-    corpus: str = "stdlib"
-    suffixes: tuple[str, ...] = (".py",)
-    prepared: str = "runs/data/stdlib"
-    held_out_every: int = Field(20, ge=2)
-    shard_tokens: int = Field(8_388_608, ge=1024)
-
-
-class Evaluation(Section):
-    """Held-out loss over a fixed set of samples, every `interval_steps` and at the end."""
-
-    interval_steps: int = Field(100, ge=1)
-    samples: int = Field(48, ge=1)
-
-
 class StorageOptions(Section):
     """Of a store behind a URL. Credentials are never given here: they come from where its client looks for them (for
     S3 the environment, a profile, the machine's role), on each node.
@@ -104,6 +87,36 @@ class StorageOptions(Section):
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(f"endpoint {self.endpoint!r} must begin with http:// or https://")
         return self
+
+
+class Data(Section):
+    """What is trained on, and how it becomes tokens (docs/data.md).
+
+    corpus: a directory, one file or a URL (s3://bucket/prefix) of text, JSON lines or Parquet; `stdlib`: the source of
+    the Python standard library; `imported`: what `elastic data import` put into `prepared`.
+    suffixes: of the files that are taken; those that are neither JSON lines nor Parquet are text, one document each.
+    text_field: of a JSON line or a Parquet row. tokenizer: `bytes`, or the path of a Hugging Face tokenizer.json.
+    end_of_document: the token that ends each document; empty: the tokenizer's own.
+    held_out_every: one document in so many is held out, where no file's path says validation, test or held_out.
+    shard_bytes: of one file of tokens, about.
+    """
+
+    corpus: str = "stdlib"
+    corpus_options: StorageOptions = StorageOptions()
+    suffixes: tuple[str, ...] = (".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+    text_field: str = "text"
+    tokenizer: str = "bytes"
+    end_of_document: str = ""
+    prepared: str = "runs/data/stdlib"
+    held_out_every: int = Field(20, ge=2)
+    shard_bytes: int = Field(128 << 20, ge=1024)
+
+
+class Evaluation(Section):
+    """Held-out loss over a fixed set of samples, every `interval_steps` and at the end."""
+
+    interval_steps: int = Field(100, ge=1)
+    samples: int = Field(48, ge=1)
 
 
 class Snapshot(Section):

@@ -50,6 +50,7 @@ SAFE = (
     "max_failures",
     "schedule",
     "batch.micro_samples",
+    "data.corpus_options",
     "data.prepared",  # a place; what lies there is known by its fingerprint
     "evaluation",
     "snapshot",

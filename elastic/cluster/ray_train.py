@@ -21,7 +21,7 @@ from elastic.cluster.driver_lock import only_driver
 from elastic.cluster.host_slots import HostLimits
 from elastic.cluster.ray_private import in_place_trainer
 from elastic.config import Config, ConfigError, Place
-from elastic.data.prepare import prepare
+from elastic.data.prepare import prepare_for
 from elastic.report import point_to
 from elastic.resume import Resume, choose, settle
 from elastic.worker.task import name_of
@@ -78,7 +78,7 @@ class ElasticTrainer:
         is running already, Ray Train's controller died, storage can't be used, or `resume` does not fit what is there.
         """
         config = self.config
-        prepare(config.data, progress=logger.info)
+        prepare_for(config, progress=logger.info)
         with only_driver(config.run_dir()):
             check_storage(config.place(), logger.warning)
             point_to(config.place())

@@ -25,7 +25,7 @@ from elastic.cluster.ray_nodes import LocalNodes
 from elastic.cluster.ray_train import ElasticTrainer
 from elastic.config import Config
 from elastic.controller.state import TERMINAL
-from elastic.data.prepare import prepare
+from elastic.data.prepare import prepare_for
 from elastic.resume import Resume
 from elastic.telemetry.journal import Follower
 
@@ -73,7 +73,7 @@ def run(
         if first:
             say(first)
         try:
-            prepare(config.data, progress=say)
+            prepare_for(config, progress=say)
             with _cluster(config, address, say) as nodes:
                 return _run(ElasticTrainer(config=config, resume=resume), nodes, observers, say, ladder)
         except KeyboardInterrupt:

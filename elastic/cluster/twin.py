@@ -20,7 +20,7 @@ from elastic.clock import RealClock
 from elastic.cluster.local import LocalCluster
 from elastic.config import Config, ElasticError
 from elastic.controller.driver import Driver
-from elastic.data.prepare import prepare
+from elastic.data.prepare import prepare_for
 from elastic.data.shards import read_manifest
 from elastic.resume import about, save_config
 from elastic.telemetry import journal
@@ -47,7 +47,7 @@ def config_of(config: Config, entries: list[dict[str, Any]]) -> Config:
 
 def run_locally(config: Config, *, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Run `config` from the seed on local processes; returns its journal. An older run of its name is removed."""
-    manifest = prepare(config.data, progress=say)
+    manifest = prepare_for(config, progress=say)
     run_dir = config.run_dir().resolve()
     shutil.rmtree(run_dir, ignore_errors=True)
     absolute = config.model_copy(update={"storage": str(run_dir.parent)})

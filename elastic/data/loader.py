@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from elastic.data.order import Numbers, order_of, window_of
-from elastic.data.shards import Corpus, DataError, Tokens
+from elastic.data.shards import Corpus, DataError, Values
 from elastic.model.shape import NO_TARGET
 from elastic.plan import Plan
 
@@ -43,7 +43,7 @@ class MicroBatch:
 class Slice:
     """A micro-batch as it was read. windows: [rows, seq_len + 1], a row of padding has id 2**64 - 1."""
 
-    windows: Tokens
+    windows: Values
     ids: Numbers
     first_sample: int
 
@@ -208,7 +208,7 @@ def held_out_batches(
     ]
 
 
-def _read(corpus: Corpus, ids: Numbers, seq_len: int) -> Tokens:
+def _read(corpus: Corpus, ids: Numbers, seq_len: int) -> Values:
     """Zeros where an id is padding."""
     windows = np.zeros((len(ids), seq_len + 1), dtype=corpus.dtype)
     real = ids != PADDING_ID

@@ -1,7 +1,7 @@
-"""Text files -> token shards: bytes as tokens, one Arrow file per shard, the manifest last.
+"""A corpus -> token shards and, last, the manifest.
 
-The result is a function of the input alone: files in the order of their relative paths, split by a hash of
-the path, shards named by their content. The files of an older manifest stay until the new one is there.
+The result is a function of the input alone: files in the order of their relative paths, cut into groups, each group's
+shards named by their content. The files of an older manifest stay until the new one is there.
 """
 
 from __future__ import annotations
@@ -10,173 +10,199 @@ import fcntl
 import hashlib
 import json
 import os
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
-
-from elastic.config import ConfigError
+from elastic.config import Config, ConfigError
 from elastic.config_sections import Data
+from elastic.data.groups import (
+    PARTS,
+    Group,
+    GroupDone,
+    Recipe,
+    RunGroups,
+    cut,
+    files_of,
+    finished,
+    is_whole,
+    prepare_group,
+    recorded,
+)
+from elastic.data.inputs import Kind, SourceFile, list_files, listing_sha256
+from elastic.data.pool import run_groups
 from elastic.data.shards import (
     MANIFEST,
     SCHEMA,
     SPLITS,
+    TOKENIZER_COPY,
     DataError,
     Manifest,
     Shard,
-    Split,
+    UsedTokenizer,
     check_sizes,
+    dtype_of,
     read_manifest,
 )
+from elastic.data.tokenizer import BYTES, open_tokenizer, read_file, sha256_of
+from elastic.data.writer import replace_file, sync_directory, unwritable
 
-END_OF_DOCUMENT = 256
-VOCAB_SIZE = 257
+IMPORTED = "imported"
 # Beside the manifest: what it was made from, with times. A hint for a quick second run, no part of the data.
 _INPUT = "input.json"
-_NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _LOCK_WAIT_S = 600.0
+_SAY_EVERY_S = 1.0
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceFile:
-    """`name` is the path relative to the corpus directory, with forward slashes on each system."""
+class Tokens:
+    """Of an import: files that hold tokens already."""
 
-    name: str
-    path: Path
-    nbytes: int
-    changed_ns: int
+    kind: Kind
+    used: UsedTokenizer
 
 
-@dataclass(slots=True, kw_only=True)
-class _Output:
-    """One split on its way to disk: documents that wait for their shard, and the shards written."""
-
-    split: Split
-    documents: list[NDArray[np.uint16]] = field(default_factory=list)
-    tokens: int = 0
-    shards: list[Shard] = field(default_factory=list)
+def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> Path:
+    """As `prepare`, for a run. ConfigError also where the built-in model's vocabulary is smaller than the corpus's."""
+    vocab_size = config.model.vocab_size if config.is_built_in else None
+    return prepare(config.data, progress=progress, run_groups=run_groups, model_vocab_size=vocab_size)
 
 
-def prepare(data: Data, *, progress: Callable[[str], None]) -> Path:
-    """Tokenise the corpus of `data` into `data.prepared` and return the path of its manifest.
+def check_input(config: Config) -> None:
+    """What can be known without preparing. ConfigError, DataError: it would be refused."""
+    if config.data.corpus == IMPORTED:
+        prepare_for(config, progress=lambda line: None)
+        return
+    list_files(config.data)
+    _check_vocabulary(open_tokenizer(config.data).used, config.model.vocab_size if config.is_built_in else None)
 
-    Does nothing when the same settings and files (names, sizes, times) were prepared there before; safe to
-    call from several processes at once. ConfigError: the corpus is missing, empty, or too small to be split.
+
+def prepare(
+    data: Data,
+    *,
+    progress: Say,
+    run_groups: RunGroups = run_groups,
+    model_vocab_size: int | None = None,
+    tokens: Tokens | None = None,
+) -> Path:
+    """Make `data.prepared` of the corpus of `data` and return the path of its manifest.
+
+    Does nothing when the same settings and files (names, sizes, times) were prepared there before, and of each group
+    of files only what is not there yet; safe to call from several processes at once. ConfigError: the corpus is
+    missing, empty, or too small to be split, or `model_vocab_size` is less than its vocabulary. DataError: a file
+    can't be read or written; then there is no manifest, or the one from before.
     """
+    if "://" in data.prepared:
+        raise ConfigError(f"data.prepared {data.prepared}: wanted a directory; prepare it there, then copy it")
     directory = Path(data.prepared)
-    files = list_files(data)
-    wanted = _describe_input(data, files)
-    if _is_prepared(directory, wanted):
+    if data.corpus == IMPORTED:
+        manifest = read_manifest(directory)
+        _check_whole(directory, manifest)
+        _check_vocabulary(manifest.tokenizer, model_vocab_size)
         return directory / MANIFEST
-    directory.mkdir(parents=True, exist_ok=True)
-    with _lock(directory, progress):
-        if not _is_prepared(directory, wanted):
-            manifest = _write_shards(data, files, directory, progress)
-            _replace(directory / MANIFEST, manifest.to_json().encode())
-            _replace(directory / _INPUT, json.dumps(wanted).encode())
-            _delete_leftovers(directory, manifest)
+    files = list_files(data, tokens.kind if tokens else None)
+    wanted = _describe_input(data, files, tokens)
+    if not _is_prepared(directory, wanted):
+        used = tokens.used if tokens else open_tokenizer(data).used
+        _check_vocabulary(used, model_vocab_size)
+        recipe = _recipe(data, used, tokens)
+        _make_directory(directory)
+        with _lock(directory, progress):
+            if not _is_prepared(directory, wanted):
+                _refuse_to_replace_an_import(directory, tokens)
+                try:
+                    _prepare(recipe, files, wanted, run_groups, progress)
+                except Exception:
+                    _delete_unfinished(directory)
+                    raise
+    _check_vocabulary(read_manifest(directory).tokenizer, model_vocab_size)
     return directory / MANIFEST
 
 
-def list_files(data: Data) -> list[SourceFile]:
-    """The non-empty text files of the corpus, sorted by name. ConfigError: no directory, or no such file."""
-    root = Path(sysconfig.get_path("stdlib") if data.corpus == "stdlib" else data.corpus)
-    if not root.is_dir():
-        raise ConfigError(f"data.corpus {data.corpus!r}: {root} is no directory; give one, or 'stdlib'")
-    files = []
-    for parent, directories, names in os.walk(root):
-        directories[:] = [name for name in directories if name not in _NOT_SOURCE]
-        for path in (Path(parent, name) for name in names if name.endswith(data.suffixes)):
-            if path.is_file() and (status := path.stat()).st_size:
-                name = path.relative_to(root).as_posix()
-                files.append(SourceFile(name=name, path=path, nbytes=status.st_size, changed_ns=status.st_mtime_ns))
-    if not files:
-        raise ConfigError(f"no non-empty file ending in {' '.join(data.suffixes)} under {root}; see data.suffixes")
-    return sorted(files, key=lambda file: file.name)
+def _recipe(data: Data, used: UsedTokenizer, tokens: Tokens | None) -> Recipe:
+    """With whole paths: who does a group may have another working directory."""
+    if data.tokenizer != BYTES:
+        data = data.model_copy(update={"tokenizer": str(Path(data.tokenizer).absolute())})
+    directory = str(Path(data.prepared).absolute())
+    return Recipe(data=data, directory=directory, used=used, tokens=tokens.kind if tokens else None)
 
 
-def split_of(name: str, held_out_every: int) -> Split:
-    """About one file in `held_out_every` is held out; by name, so that a file never changes sides."""
-    number = int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8])
-    return "held_out" if number % held_out_every == 0 else "train"
-
-
-def _write_shards(data: Data, files: list[SourceFile], directory: Path, progress: Callable[[str], None]) -> Manifest:
-    outputs: dict[Split, _Output] = {split: _Output(split=split) for split in SPLITS}
-    source = hashlib.sha256()
-    for number, file in enumerate(files, start=1):
-        text = file.path.read_bytes()
-        source.update(f"{file.name!r} {len(text)} {hashlib.sha256(text).hexdigest()}\n".encode())
-        output = outputs[split_of(file.name, data.held_out_every)]
-        if output.documents and output.tokens + len(text) + 1 > data.shard_tokens:
-            _flush(output, directory)
-            progress(f"prepared {number} of {len(files)} files")
-        output.documents.append(encode(text))
-        output.tokens += len(text) + 1
-    for output in outputs.values():
-        if output.documents:
-            _flush(output, directory)
-        if not output.shards:
+def _prepare(
+    recipe: Recipe, files: list[SourceFile], wanted: dict[str, object], run_groups: RunGroups, progress: Say
+) -> None:
+    data, directory = recipe.data, Path(recipe.directory)
+    groups = cut(recipe, files)
+    done = _done(recipe, groups, run_groups, progress)
+    shards: dict[str, tuple[Shard, ...]] = {
+        split: tuple(shard for one in done for shard in one.splits[split]) for split in SPLITS
+    }
+    for split, found in shards.items():
+        if not found:
             raise ConfigError(
-                f"no file of {data.corpus} fell into the {output.split} split: {len(files)} files with "
+                f"nothing of {data.corpus} fell into the {split} split: {len(files)} files with "
                 f"data.held_out_every {data.held_out_every}; give more files or a smaller number"
             )
-    tokens = sum(shard.tokens for output in outputs.values() for shard in output.shards)
-    progress(f"prepared {len(files)} files, {tokens:,} tokens, in {directory}")
-    splits: dict[str, tuple[Shard, ...]] = {split: tuple(outputs[split].shards) for split in SPLITS}
-    return Manifest(tokenizer="bytes", vocab_size=VOCAB_SIZE, source=source.hexdigest(), splits=splits)
+    source = hashlib.sha256("".join(f"{one.source}\n" for one in done).encode()).hexdigest()
+    manifest = Manifest(tokenizer=recipe.used, dtype=dtype_of(recipe.used.vocab_size), source=source, splits=shards)
+    try:
+        if data.tokenizer != BYTES:
+            replace_file(directory / TOKENIZER_COPY, read_file(data.tokenizer))
+        sync_directory(directory)
+        replace_file(directory / MANIFEST, manifest.to_json().encode())
+        replace_file(directory / _INPUT, json.dumps(wanted).encode())
+        sync_directory(directory)
+        _delete_leftovers(directory, manifest, groups, keep_tokenizer=data.tokenizer != BYTES)
+    except OSError as error:
+        raise unwritable(directory, error) from error
+    documents = sum(shard.documents for found in shards.values() for shard in found)
+    tokens = sum(one.tokens for one in done)
+    progress(f"prepared {len(files)} files, {documents:,} documents, {tokens:,} tokens, in {data.prepared}")
 
 
-def encode(text: bytes) -> NDArray[np.uint16]:
-    """Bytes as tokens 0 to 255, then the end-of-document token: uint16 [len(text) + 1]."""
-    tokens = np.empty(len(text) + 1, dtype=np.uint16)
-    tokens[:-1] = np.frombuffer(text, dtype=np.uint8)
-    tokens[-1] = END_OF_DOCUMENT
-    return tokens
+def _done(recipe: Recipe, groups: list[Group], run_groups: RunGroups, progress: Say) -> list[GroupDone]:
+    """Each group, in order: as an earlier run left it, or made now. Says how far it is, at most every second."""
+    found = {group.number: done for group in groups if (done := finished(Path(recipe.directory), group))}
+    left = [group for group in groups if group.number not in found]
+    if found and left:
+        progress(f"{len(found)} of {len(groups)} groups are there already")
+    began_s = said_s = time.monotonic()
+    tokens, nbytes, nbytes_all = 0, 0, sum(group.nbytes for group in left)
+    sizes = {group.number: group.nbytes for group in left}
+    for done in run_groups(partial(prepare_group, recipe), left):
+        found[done.number] = done
+        tokens += done.tokens
+        nbytes += sizes[done.number]
+        now_s = time.monotonic()
+        if now_s - said_s >= _SAY_EVERY_S and len(found) < len(groups):
+            said_s, passed_s = now_s, now_s - began_s
+            left_s = round(passed_s * (nbytes_all - nbytes) / max(1, nbytes))
+            progress(
+                f"prepared {len(found)} of {len(groups)} groups, {tokens:,} tokens, {tokens / passed_s:,.0f} tokens/s, "
+                f"about {left_s // 60}:{left_s % 60:02d} left"
+            )
+    return [found[group.number] for group in groups]
 
 
-def _flush(output: _Output, directory: Path) -> None:
-    """Write the waiting documents as one shard: one record batch, one row per document."""
-    offsets = np.cumsum([0, *(len(document) for document in output.documents)], dtype=np.int64)
-    column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(output.documents)))
-    batch = pa.record_batch([column], names=["tokens"])
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    content = sink.getvalue()
-    sha256 = hashlib.sha256(content).hexdigest()
-    shard = Shard(
-        file=f"{output.split}-{len(output.shards):05d}-{sha256[:12]}.arrow",
-        nbytes=content.size,
-        tokens=output.tokens,
-        documents=len(output.documents),
-        sha256=sha256,
-        values_offset=_values_offset(content),
-    )
-    _replace(directory / shard.file, content)
-    output.shards.append(shard)
-    output.documents, output.tokens = [], 0
+def _check_vocabulary(used: UsedTokenizer, model_vocab_size: int | None) -> None:
+    if model_vocab_size is not None and model_vocab_size < used.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {model_vocab_size} is below the {used.vocab_size} tokens of the corpus's tokenizer "
+            f"({used.name}); set model.vocab_size to at least {used.vocab_size}"
+        )
 
 
-def _values_offset(content: pa.Buffer) -> int:
-    column = pa.ipc.open_file(pa.BufferReader(content)).get_batch(0).column("tokens")
-    values = column.values
-    assert values.offset == 0, "a freshly written column starts at its buffer"
-    return values.buffers()[1].address - content.address
-
-
-def _describe_input(data: Data, files: list[SourceFile]) -> dict[str, object]:
-    listing = "".join(f"{file.name!r} {file.nbytes} {file.changed_ns}\n" for file in files)
+def _describe_input(data: Data, files: list[SourceFile], tokens: Tokens | None) -> dict[str, object]:
     return {
         "schema": SCHEMA,
-        "settings": data.model_dump(mode="json", exclude={"prepared"}),
-        "files": hashlib.sha256(listing.encode()).hexdigest(),
+        "settings": data.model_dump(mode="json", exclude={"prepared", "corpus_options"}),
+        "files": listing_sha256(files),
+        "tokenizer": tokens.used.sha256 if tokens else sha256_of(data.tokenizer),
+        "tokens": [tokens.kind, tokens.used.vocab_size, tokens.used.end_of_document] if tokens else None,
     }
 
 
@@ -185,41 +211,74 @@ def _is_prepared(directory: Path, wanted: dict[str, object]) -> bool:
     try:
         if json.loads((directory / _INPUT).read_bytes()) != wanted:
             return False
-        for shards in read_manifest(directory).splits.values():
-            check_sizes(directory, shards)
+        _check_whole(directory, read_manifest(directory))
     except (OSError, ValueError, DataError):
         return False  # nothing there, or damaged: both mean that it is to be prepared
     return True
 
 
-def _replace(path: Path, content: bytes | pa.Buffer) -> None:
-    """Write aside, make it durable, then put it in place in one move."""
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
+def _check_whole(directory: Path, manifest: Manifest) -> None:
+    for shards in manifest.splits.values():
+        check_sizes(directory, shards)
+        for shard in shards:
+            if not is_whole(directory, shard):
+                raise DataError(f"{directory / shard.sidecar} is missing or cut; prepare or import it again")
+
+
+def _refuse_to_replace_an_import(directory: Path, tokens: Tokens | None) -> None:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        is_import = json.loads((directory / _INPUT).read_bytes()).get("tokens") is not None
+    except (OSError, ValueError, AttributeError):
+        return
+    if is_import and tokens is None:
+        raise ConfigError(
+            f"{directory} holds an imported corpus; set data.corpus to '{IMPORTED}' to train on it, or data.prepared "
+            "to another directory"
+        )
 
 
-def _delete_leftovers(directory: Path, manifest: Manifest) -> None:
-    """Remove shards that the manifest does not name, and what an interrupted run left aside."""
-    named = {shard.file for shards in manifest.splits.values() for shard in shards}
-    for path in [*directory.glob("*-*.arrow"), *directory.glob("*.tmp")]:
+def _make_directory(directory: Path) -> None:
+    try:
+        (directory / PARTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(directory, error) from error
+
+
+def _delete_leftovers(directory: Path, manifest: Manifest, groups: list[Group], *, keep_tokenizer: bool) -> None:
+    """Remove what the manifest does not name, and what interrupted runs left aside."""
+    named = _named_by(manifest) | {f"{group.number:05d}.json" for group in groups}
+    _delete_but(directory, named | ({TOKENIZER_COPY} if keep_tokenizer else set()), (f"{PARTS}/*", TOKENIZER_COPY))
+
+
+def _delete_unfinished(directory: Path) -> None:
+    """After a failure: what neither the manifest of before nor a finished group names."""
+    named = recorded(directory)
+    with suppress(DataError):  # there may have been nothing before
+        named |= _named_by(read_manifest(directory))
+    with suppress(OSError):  # what made it fail may forbid this too
+        _delete_but(directory, named)
+
+
+def _named_by(manifest: Manifest) -> set[str]:
+    return {name for shards in manifest.splits.values() for shard in shards for name in files_of(shard)}
+
+
+def _delete_but(directory: Path, named: set[str], further: tuple[str, ...] = ()) -> None:
+    patterns = ("*-*.arrow", "*-*.crc", "*.tmp", f"{PARTS}/*.tmp", *further)
+    for path in [path for pattern in patterns for path in directory.glob(pattern)]:
         if path.name not in named:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
-def _lock(directory: Path, progress: Callable[[str], None]) -> Iterator[None]:
+def _lock(directory: Path, progress: Say) -> Iterator[None]:
     """One process prepares, others wait for it; the kernel drops the lock of one that dies."""
     deadline = time.monotonic() + _LOCK_WAIT_S
-    with (directory / ".lock").open("w") as file:
+    try:
+        file = os.open(directory / ".lock", os.O_WRONLY | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise unwritable(directory, error) from error
+    try:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -233,3 +292,5 @@ def _lock(directory: Path, progress: Callable[[str], None]) -> Iterator[None]:
                 progress(f"waiting for another process that prepares {directory}")
                 time.sleep(1.0)
         yield
+    finally:
+        os.close(file)

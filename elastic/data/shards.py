@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +20,15 @@ from elastic.config import ElasticError
 from elastic.schema import refusal
 
 MANIFEST = "manifest.json"
-SCHEMA = 1
+TOKENIZER_COPY = "tokenizer.json"
+SCHEMA = 2
+PIECE_BYTES = 1 << 20
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 ROWS_PER_SHARD_MIN = 4
+TokenDtype = Literal["uint16", "uint32"]
+Values = NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 _AGAIN = "prepare the corpus again after deleting"
-
-
-Tokens = NDArray[Any]  # uint16, or uint32 where the vocabulary needs it
 
 
 class DataError(ElasticError):
@@ -36,7 +37,9 @@ class DataError(ElasticError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One Arrow file. `values_offset`: byte where the little-endian uint16 values of all documents begin."""
+    """One Arrow file of `nbytes` bytes: little-endian values of all documents at byte `values_offset`, as many as
+    `tokens`; their int64 boundaries at `offsets_offset`, documents + 1 of them; a uint8 for each token at
+    `mask_offset`, 1 where it is learned, or None where all are. pieces_sha256: of the sidecar of CRCs."""
 
     file: str
     nbytes: int
@@ -44,19 +47,41 @@ class Shard:
     documents: int
     sha256: str
     values_offset: int
+    offsets_offset: int
+    mask_offset: int | None
+    pieces_sha256: str
+
+    @property
+    def sidecar(self) -> str:
+        """The file with the CRC-32 of each PIECE_BYTES of this one, little-endian uint32."""
+        return sidecar_of(self.file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsedTokenizer:
+    """sha256: of its file. end_of_document: the token that ends each document; None: not known (imported tokens)."""
+
+    name: str
+    sha256: str
+    vocab_size: int
+    end_of_document: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """What was prepared, from what. It holds no path and no time: the same input gives the same bytes.
 
-    `source` identifies the input: a hash over each file's relative path, size and content.
+    `source` identifies the input: a hash over each file's relative path and content.
     """
 
-    tokenizer: str
-    vocab_size: int
+    tokenizer: UsedTokenizer
+    dtype: TokenDtype
     source: str
     splits: dict[str, tuple[Shard, ...]]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
 
     @property
     def fingerprint(self) -> str:
@@ -68,11 +93,32 @@ class Manifest:
         return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
     def _content(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, **asdict(self)}
+        return {
+            "schema": SCHEMA,
+            "tokenizer": as_json(self.tokenizer),
+            "dtype": self.dtype,
+            "source": self.source,
+            "splits": {name: [as_json(shard) for shard in shards] for name, shards in self.splits.items()},
+        }
+
+
+def as_json(record: Shard | UsedTokenizer) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def sidecar_of(file: str) -> str:
+    return f"{file.removesuffix('.arrow')}.crc"
+
+
+def dtype_of(vocab_size: int) -> TokenDtype:
+    return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def read_manifest(prepared: Path) -> Manifest:
-    """The manifest in directory `prepared`. DataError: there is none, or it is not what was written."""
+    """The manifest in directory `prepared`. DataError: there is none, or it is not what was written.
+
+    Looks at no shard: 16,000 of them take a fraction of a second.
+    """
     path = prepared / MANIFEST
     try:
         raw = json.loads(path.read_bytes())
@@ -80,7 +126,7 @@ def read_manifest(prepared: Path) -> Manifest:
         if why := refusal(str(path), schema, SCHEMA):
             raise DataError(f"{why}, or {_AGAIN} {prepared}")
         splits = {name: tuple(Shard(**shard) for shard in split) for name, split in raw.pop("splits").items()}
-        manifest = Manifest(splits=splits, **raw)
+        manifest = Manifest(tokenizer=UsedTokenizer(**raw.pop("tokenizer")), splits=splits, **raw)
     except FileNotFoundError:
         raise DataError(f"no corpus in {prepared}: {MANIFEST} is missing; prepare it first") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -93,7 +139,7 @@ def read_manifest(prepared: Path) -> Manifest:
     return manifest
 
 
-def check_sizes(prepared: Path, shards: tuple[Shard, ...]) -> None:
+def check_sizes(prepared: Path, shards: Sequence[Shard]) -> None:
     """DataError: a shard is missing or has another size (reading a map past its file's end is a SIGBUS)."""
     for shard in shards:
         path = prepared / shard.file
@@ -107,16 +153,55 @@ def check_sizes(prepared: Path, shards: tuple[Shard, ...]) -> None:
             )
 
 
-class Corpus:
-    """One split of a prepared corpus, memory-mapped."""
+class Mapped(Sequence[Values]):
+    """The token values of each shard, mapped when they are first asked for: thousands are never all open."""
 
-    def __init__(self, *, fingerprint: str, vocab_size: int, values: Sequence[Tokens]) -> None:
+    def __init__(self, prepared: Path, shards: Sequence[Shard], dtype: TokenDtype) -> None:
+        self._prepared = prepared
+        self._shards = shards
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._mapped: dict[int, Values] = {}
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    @overload
+    def __getitem__(self, index: int) -> Values: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Values]: ...
+    def __getitem__(self, index: int | slice) -> Values | list[Values]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if (found := self._mapped.get(index)) is not None:
+            return found
+        shard = self._shards[index]
+        path = self._prepared / shard.file
+        try:
+            mapped = np.memmap(path, self._dtype, "r", offset=shard.values_offset, shape=(shard.tokens,))
+        except (OSError, ValueError) as error:
+            raise DataError(f"can't map shard {path}: {error}; prepare the corpus again") from error
+        values: Values = np.asarray(mapped)
+        self._mapped[index] = values
+        return values
+
+
+class Corpus:
+    """One split of a prepared corpus, memory-mapped. `values`: the tokens of each shard, of one dtype."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: str,
+        vocab_size: int,
+        values: Sequence[Values],
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """`lengths` of the values, where those are mapped only when needed."""
         self.fingerprint = fingerprint
         self.vocab_size = vocab_size
         self._values = values
-        self._ends = np.cumsum([len(part) for part in values])
+        self._ends = np.cumsum([len(part) for part in values] if lengths is None else lengths, dtype=np.int64)
         self.tokens = int(self._ends[-1])
-        self.dtype = values[0].dtype
 
     @classmethod
     def open(cls, prepared: Path, split: Split) -> Self:
@@ -126,34 +211,40 @@ class Corpus:
         if not shards:
             raise DataError(f"{prepared} has no split {split!r}, it has {', '.join(manifest.splits) or 'none'}")
         check_sizes(prepared, shards)
-        values = [
-            np.asarray(np.memmap(prepared / s.file, "<u2", "r", offset=s.values_offset, shape=(s.tokens,)))
-            for s in shards
-        ]
-        return cls(fingerprint=manifest.fingerprint, vocab_size=manifest.vocab_size, values=values)
+        return cls(
+            fingerprint=manifest.fingerprint,
+            vocab_size=manifest.vocab_size,
+            values=Mapped(prepared, shards, manifest.dtype),
+            lengths=[shard.tokens for shard in shards],
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint16 or uint32, of every window."""
+        return self._values[0].dtype
 
     def windows(self, seq_len: int) -> int:
         """How many windows of `seq_len` tokens there are; each needs one token more for its last target."""
         return max(0, (self.tokens - 1) // seq_len)
 
-    def window(self, index: int, seq_len: int) -> Tokens:
-        """Tokens [index * seq_len, (index + 1) * seq_len] of the split's stream: [seq_len + 1].
+    def window(self, index: int, seq_len: int) -> Values:
+        """Tokens [index * seq_len, (index + 1) * seq_len] of the split's stream: uint16 or uint32 [seq_len + 1].
 
         A view into the map, or a copy where it crosses shards. IndexError: there is no such window.
         """
         if not 0 <= index < self.windows(seq_len):
             raise IndexError(f"window {index} of {self.windows(seq_len)} (seq_len {seq_len})")
         start, stop = index * seq_len, (index + 1) * seq_len + 1
-        first = int(np.searchsorted(self._ends, start, side="right"))
+        at = int(np.searchsorted(self._ends, start, side="right"))
         parts = []
-        for part, end in zip(self._values[first:], self._ends[first:]):
-            begin = int(end) - len(part)
-            parts.append(part[max(start - begin, 0) : stop - begin])
-            if stop <= end:
-                break
+        while start < stop:
+            part, end = self._values[at], int(self._ends[at])
+            begin = end - len(part)
+            parts.append(part[start - begin : stop - begin])
+            start, at = end, at + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def gather(self, indices: NDArray[np.uint64], seq_len: int) -> Tokens:
+    def gather(self, indices: NDArray[np.uint64], seq_len: int) -> Values:
         """Copies of these windows: [len(indices), seq_len + 1]. IndexError: there is no such window."""
         if len(indices) and int(indices.max()) >= self.windows(seq_len):
             raise IndexError(f"window {indices.max()} of {self.windows(seq_len)} (seq_len {seq_len})")
@@ -177,7 +268,7 @@ class Corpus:
         return out
 
 
-def _windows_of(values: Tokens, seq_len: int) -> Tokens:
+def _windows_of(values: Values, seq_len: int) -> Values:
     """All whole windows of `values` as the rows of a view, each sharing its last token with the next."""
     count, item = (len(values) - 1) // seq_len, values.itemsize
     return np.lib.stride_tricks.as_strided(values, (count, seq_len + 1), (seq_len * item, item), writeable=False)

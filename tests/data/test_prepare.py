@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 
 from elastic.config import ConfigError
 from elastic.config_sections import Data
-from elastic.data.prepare import list_files, prepare, split_of
-from elastic.data.shards import read_manifest
+from elastic.data.inputs import list_files, split_of
+from elastic.data.prepare import prepare
+from elastic.data.shards import Shard, read_manifest
 
 
 def write_corpus(root: Path, files: int = 60) -> Path:
@@ -27,12 +29,15 @@ def write_corpus(root: Path, files: int = 60) -> Path:
 
 
 def settings(tmp_path: Path, prepared: str = "prepared", **changes: object) -> Data:
-    fields = {"corpus": str(tmp_path / "text"), "held_out_every": 4, "shard_tokens": 2048}
+    fields = {"corpus": str(tmp_path / "text"), "held_out_every": 4, "shard_bytes": 2048}
     return Data(**{**fields, "prepared": str(tmp_path / prepared), **changes})
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "input.json"}
+    """What is the same wherever it was made: all but records with times."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix in (".arrow", ".crc")} | {
+        "manifest.json": (directory / "manifest.json").read_bytes()
+    }
 
 
 def quiet(line: str) -> None:
@@ -44,6 +49,7 @@ def test_shards_hold_each_document_once(tmp_path: Path) -> None:
     data = settings(tmp_path)
     manifest_path = prepare(data, progress=quiet)
     manifest = read_manifest(manifest_path.parent)
+    assert manifest.dtype == "uint16" and manifest.tokenizer.name == "bytes"
     assert manifest_path.name == "manifest.json" and manifest.vocab_size == 257
     assert len(manifest.splits["train"]) > 1, "the corpus must span shards"
     for split, shards in manifest.splits.items():
@@ -55,14 +61,38 @@ def test_shards_hold_each_document_once(tmp_path: Path) -> None:
             assert reader.num_record_batches == 1
             column = reader.get_batch(0).column("tokens")
             assert column.type == pa.large_list(pa.uint16()) and len(column) == shard.documents
-            assert len(column.values) == shard.tokens <= data.shard_tokens
+            assert len(column.values) == shard.tokens
+            assert shard.documents == 1 or 2 * shard.tokens + 8 * shard.documents <= data.shard_bytes
             values = np.frombuffer(content, "<u2", shard.tokens, shard.values_offset)
             assert np.array_equal(values, column.values.to_numpy())
+            offsets = np.frombuffer(content, "<i8", shard.documents + 1, shard.offsets_offset)
+            assert np.array_equal(offsets, column.offsets.to_numpy()) and shard.mask_offset is None
+            check_sidecar(manifest_path.parent, shard, content)
             documents += [row.values.to_numpy() for row in column]
-        names = [f for f in list_files(data) if split_of(f.name, data.held_out_every) == split]
+        names = [f for f in list_files(data) if f.split == split_of(f.name, data.held_out_every) == split]
         assert len(documents) == len(names)
         for document, file in zip(documents, names):
-            assert document[-1] == 256 and bytes(document[:-1].astype(np.uint8)) == file.path.read_bytes()
+            assert document[-1] == 256 and bytes(document[:-1].astype(np.uint8)) == Path(file.path).read_bytes()
+
+
+def check_sidecar(directory: Path, shard: Shard, content: bytes) -> None:
+    crcs = (directory / shard.sidecar).read_bytes()
+    assert hashlib.sha256(crcs).hexdigest() == shard.pieces_sha256
+    wanted = [zlib.crc32(content[at : at + 2**20]) for at in range(0, len(content), 2**20)]
+    assert np.frombuffer(crcs, "<u4").tolist() == wanted
+
+
+def test_a_document_is_never_cut(tmp_path: Path) -> None:
+    """What does not fit begins the next shard; what fits in none has one of its own."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number, size in enumerate((300, 300, 5000, 300, 800)):
+        (text / f"{number}.py").write_bytes(b"x" * size)
+    (text / "validation").mkdir()
+    (text / "validation/v.py").write_bytes(b"v")
+    (text / "train.py").write_bytes(b"t" * 20)
+    shards = read_manifest(prepare(settings(tmp_path, shard_bytes=2048), progress=quiet).parent).splits["train"]
+    assert [(shard.documents, shard.tokens) for shard in shards] == [(2, 602), (1, 5001), (1, 301), (2, 822)]
 
 
 def test_same_input_gives_the_same_bytes_wherever_it_lies(tmp_path: Path) -> None:
@@ -95,7 +125,7 @@ def test_a_changed_input_is_prepared_anew(tmp_path: Path, what: str) -> None:
     elif what == "remove":
         (text / "part0/file0.py").unlink()
     else:
-        data = settings(tmp_path, shard_tokens=4096)
+        data = settings(tmp_path, shard_bytes=4096)
     prepare(data, progress=quiet)
     after = read_manifest(manifest.parent)
     assert after.fingerprint != before.fingerprint
@@ -103,7 +133,7 @@ def test_a_changed_input_is_prepared_anew(tmp_path: Path, what: str) -> None:
     assert {path.name for path in manifest.parent.glob("*.arrow")} == named, "old shards are gone"
 
 
-@pytest.mark.parametrize("damage", ["no shard", "short shard", "no manifest", "torn manifest"])
+@pytest.mark.parametrize("damage", ["no shard", "short shard", "no sidecar", "no manifest", "torn manifest"])
 def test_damage_is_repaired(tmp_path: Path, damage: str) -> None:
     write_corpus(tmp_path / "text")
     directory = prepare(settings(tmp_path), progress=quiet).parent
@@ -114,6 +144,8 @@ def test_damage_is_repaired(tmp_path: Path, damage: str) -> None:
         shard.unlink()
     elif damage == "short shard":
         os.truncate(shard, 100)
+    elif damage == "no sidecar":
+        shard.with_suffix(".crc").unlink()
     elif damage == "no manifest":
         manifest.unlink()
     else:
@@ -128,8 +160,12 @@ def test_what_an_interrupted_run_left_is_cleared(tmp_path: Path) -> None:
     directory.mkdir()
     (directory / "train-00000-000000000000.arrow.tmp").write_bytes(b"half")
     (directory / "train-00007-000000000000.arrow").write_bytes(b"of another input")
+    (directory / "train-00007-000000000000.crc").write_bytes(b"of another input")
+    (directory / "parts").mkdir()
+    (directory / "parts/00099.json").write_bytes(b"of another input")
     prepare(settings(tmp_path), progress=quiet)
     assert not list(directory.glob("*.tmp")) and not list(directory.glob("train-00007-*"))
+    assert not (directory / "parts/00099.json").exists()
 
 
 def test_several_processes_at_once(tmp_path: Path) -> None:
@@ -175,6 +211,8 @@ def test_the_standard_library_is_a_corpus() -> None:
     ("files", "changes", "message"),
     [
         (0, {}, "is no directory; give one"),
+        (3, {"tokenizer": "nowhere.json"}, "data.tokenizer nowhere.json: No such file"),
+        (3, {"end_of_document": "<eos>"}, "the bytes tokenizer has its own, 256"),
         (3, {"suffixes": (".txt",)}, r"no non-empty file ending in .txt"),
         (1, {"held_out_every": 1000}, "fell into the held_out split"),
     ],
@@ -187,8 +225,14 @@ def test_what_cannot_be_prepared_is_said(tmp_path: Path, files: int, changes: di
     assert not (tmp_path / "prepared" / "manifest.json").exists()
 
 
+def test_shards_are_written_to_a_directory_only(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "text")
+    with pytest.raises(ConfigError, match="wanted a directory; prepare it there, then copy it"):
+        prepare(Data(corpus=str(tmp_path / "text"), prepared="s3://bucket/prepared"), progress=quiet)
+
+
 def test_the_manifest_names_no_place_and_no_time(tmp_path: Path) -> None:
     write_corpus(tmp_path / "text")
     text = prepare(settings(tmp_path), progress=quiet).read_text()
     assert str(tmp_path) not in text
-    assert set(json.loads(text)) == {"fingerprint", "schema", "source", "splits", "tokenizer", "vocab_size"}
+    assert set(json.loads(text)) == {"fingerprint", "schema", "source", "splits", "tokenizer", "dtype"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 from elastic.config_sections import Data
 from elastic.data.prepare import prepare
-from elastic.data.shards import SPLITS, Corpus, DataError, Split, read_manifest
+from elastic.data.shards import SPLITS, Corpus, DataError, Split, dtype_of, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("corpus")
     for number in range(40):
         (root / f"{number}.py").write_bytes(os.urandom(1 + number * 13 % 900))
-    data = Data(corpus=str(root), prepared=str(root / "prepared"), held_out_every=5, shard_tokens=1024)
+    data = Data(corpus=str(root), prepared=str(root / "prepared"), held_out_every=5, shard_bytes=2048)
     return prepare(data, progress=lambda line: None).parent
 
 
@@ -64,7 +66,7 @@ def test_both_splits_have_the_fingerprint_of_the_manifest(prepared: Path) -> Non
 
 
 def copy(prepared: Path, to: Path) -> Path:
-    for path in prepared.iterdir():
+    for path in (path for path in prepared.iterdir() if path.is_file()):
         (to / path.name).write_bytes(path.read_bytes())
     return to
 
@@ -88,9 +90,14 @@ def test_damage_is_refused(prepared: Path, tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         (
-            '"schema": 1',
             '"schema": 2',
-            "has schema 2, this elastic reads 1: a newer one wrote it; upgrade elastic, or prepare the corpus again",
+            '"schema": 3',
+            "has schema 3, this elastic reads 2: a newer one wrote it; upgrade elastic, or prepare the corpus again",
+        ),
+        (
+            '"schema": 2',
+            '"schema": 1',
+            "has schema 1, this elastic reads 2 and no older one; .* prepare the corpus again",
         ),
         ('"vocab_size": 257', '"vocab_size": 300', "was changed"),
         ('"tokenizer"', '"tokeniser"', "is no manifest"),
@@ -103,3 +110,20 @@ def test_a_changed_manifest_is_refused(prepared: Path, tmp_path: Path, old: str,
     manifest.write_text(manifest.read_text().replace(old, new, 1))
     with pytest.raises(DataError, match=message):
         Corpus.open(tmp_path, "train")
+
+
+def test_both_dtypes_are_read(prepared: Path) -> None:
+    assert Corpus.open(prepared, "train").dtype == np.uint16
+    assert dtype_of(65_536) == "uint16" and dtype_of(65_537) == "uint32"
+
+
+def test_a_manifest_of_16000_shards_opens_in_well_under_a_second(prepared: Path, tmp_path: Path) -> None:
+    """No shard is looked at: there are none."""
+    few = read_manifest(prepared)
+    shard = few.splits["train"][0]
+    shards = tuple(replace(shard, file=f"train-{number:05d}-00000-{number:012x}.arrow") for number in range(16_000))
+    (tmp_path / "manifest.json").write_text(replace(few, splits={"train": shards}).to_json())
+    began_s = time.process_time()
+    manifest = read_manifest(tmp_path)
+    assert time.process_time() - began_s < 1.0
+    assert len(manifest.splits["train"]) == 16_000

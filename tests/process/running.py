@@ -48,7 +48,7 @@ def small(path: Path, **changes: Any) -> Config:
             "suffixes": [".txt"],
             "prepared": str(path / "prepared"),
             "held_out_every": 5,
-            "shard_tokens": 4096,
+            "shard_bytes": 8192,
         },
         "evaluation": {"interval_steps": 10, "samples": 8},
         "checkpoint": {"interval_steps": 10},
