@@ -41,22 +41,29 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slice:
-    """A micro-batch as it was read. windows: [rows, seq_len + 1], a row of padding has id 2**64 - 1."""
+    """A micro-batch as it was read. windows: [rows, seq_len + 1], a row of padding has id 2**64 - 1. mask: of the same
+    shape, 0 where a token is not learned; None: all are."""
 
     windows: Values
+    mask: Values | None = None
     ids: Numbers
     first_sample: int
 
     @property
     def targets(self) -> int:
         """How many tokens are predicted."""
-        return int((self.ids != PADDING_ID).sum()) * (self.windows.shape[1] - 1)
+        real = self.ids != PADDING_ID
+        if self.mask is not None:
+            return int(np.count_nonzero(self.mask[real, 1:]))
+        return int(real.sum()) * (self.windows.shape[1] - 1)
 
     def to(self, device: torch.device) -> MicroBatch:
         windows = torch.from_numpy(self.windows).to(device, non_blocking=True)
         targets = windows[:, 1:].to(torch.int64)
         if (padding := self.ids == PADDING_ID).any():
             targets[torch.from_numpy(padding).to(device)] = NO_TARGET
+        if self.mask is not None:
+            targets[torch.from_numpy(self.mask[:, 1:] == 0).to(device)] = NO_TARGET
         return MicroBatch(
             tokens=windows[:, :-1].to(torch.int64), targets=targets, ids=self.ids, first_sample=self.first_sample
         )
@@ -113,13 +120,20 @@ class Loader:
         firsts = np.arange(step, step + steps, dtype=np.uint64) * np.uint64(self._global_samples)
         numbers = np.add.outer(firsts, np.arange(start, stop, dtype=np.uint64)).ravel()
         ids = self._order.ids(numbers)
-        windows = self._corpus.gather(window_of(ids), self._seq_len)
+        windows, mask = _read(self._corpus, ids, self._seq_len)
         share, found = stop - start, []
         for at in range(0, steps * share, share):
             slices = []
             for rows in np.array_split(np.arange(at, at + share), self._micro_batches):
                 a, b = int(rows[0]), int(rows[-1]) + 1
-                slices.append(Slice(windows=windows[a:b], ids=ids[a:b], first_sample=int(numbers[a])))
+                slices.append(
+                    Slice(
+                        windows=windows[a:b],
+                        mask=None if mask is None else mask[a:b],
+                        ids=ids[a:b],
+                        first_sample=int(numbers[a]),
+                    )
+                )
             found.append(slices)
         return found
 
@@ -202,18 +216,18 @@ def held_out_batches(
     padding = np.full(world * batches * rows - samples, PADDING_ID, dtype=np.uint64)
     slices = np.concatenate([chosen, padding]).reshape(world, batches, rows)
     first = rank * batches * rows
-    return [
-        Slice(windows=_read(corpus, ids, seq_len), ids=ids, first_sample=first + number * rows)
-        for number, ids in enumerate(slices[rank])
-    ]
+    found = []
+    for number, ids in enumerate(slices[rank]):
+        chosen = np.where(ids == PADDING_ID, np.uint64(0), ids)  # padding's targets do not count, whatever it reads
+        tokens, mask = _read(corpus, chosen, seq_len)
+        found.append(Slice(windows=tokens, mask=mask, ids=ids, first_sample=first + number * rows))
+    return found
 
 
-def _read(corpus: Corpus, ids: Numbers, seq_len: int) -> Values:
-    """Zeros where an id is padding."""
-    windows = np.zeros((len(ids), seq_len + 1), dtype=corpus.dtype)
-    real = ids != PADDING_ID
-    windows[real] = corpus.gather(window_of(ids[real]), seq_len)
-    return windows
+def _read(corpus: Corpus, ids: Numbers, seq_len: int) -> tuple[Values, Values | None]:
+    """Tokens, and which of them are learned where some are not."""
+    which = window_of(ids)
+    return corpus.gather(which, seq_len), None if corpus.masks is None else corpus.masks.gather(which, seq_len)
 
 
 def _windows(corpus: Corpus, seq_len: int) -> int:

@@ -154,12 +154,22 @@ def check_sizes(prepared: Path, shards: Sequence[Shard]) -> None:
 
 
 class Mapped(Sequence[Values]):
-    """The token values of each shard, mapped when they are first asked for: thousands are never all open."""
+    """Values of each shard's tokens, mapped when they are first asked for: thousands are never all open.
 
-    def __init__(self, prepared: Path, shards: Sequence[Shard], dtype: TokenDtype) -> None:
+    offsets: where they begin in each file; None: they are not there, and 1 for every token.
+    """
+
+    def __init__(
+        self,
+        prepared: Path,
+        shards: Sequence[Shard],
+        dtype: TokenDtype | Literal["uint8"],
+        offsets: Sequence[int | None],
+    ) -> None:
         self._prepared = prepared
         self._shards = shards
         self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._offsets = offsets
         self._mapped: dict[int, Values] = {}
 
     def __len__(self) -> int:
@@ -174,10 +184,12 @@ class Mapped(Sequence[Values]):
             return [self[number] for number in range(*index.indices(len(self)))]
         if (found := self._mapped.get(index)) is not None:
             return found
-        shard = self._shards[index]
+        shard, offset = self._shards[index], self._offsets[index]
         path = self._prepared / shard.file
+        if offset is None:
+            return np.broadcast_to(np.ones((), self._dtype), (shard.tokens,))
         try:
-            mapped = np.memmap(path, self._dtype, "r", offset=shard.values_offset, shape=(shard.tokens,))
+            mapped = np.memmap(path, self._dtype, "r", offset=offset, shape=(shard.tokens,))
         except (OSError, ValueError) as error:
             raise DataError(f"can't map shard {path}: {error}; prepare the corpus again") from error
         values: Values = np.asarray(mapped)
@@ -186,7 +198,10 @@ class Mapped(Sequence[Values]):
 
 
 class Corpus:
-    """One split of a prepared corpus, memory-mapped. `values`: the tokens of each shard, of one dtype."""
+    """One split of a prepared corpus, memory-mapped. `values`: the tokens of each shard, of one dtype.
+
+    masks: uint8 of each token in the same places, 1 where it is learned; None: all are.
+    """
 
     def __init__(
         self,
@@ -195,10 +210,12 @@ class Corpus:
         vocab_size: int,
         values: Sequence[Values],
         lengths: Sequence[int] | None = None,
+        masks: Corpus | None = None,
     ) -> None:
         """`lengths` of the values, where those are mapped only when needed."""
         self.fingerprint = fingerprint
         self.vocab_size = vocab_size
+        self.masks = masks
         self._values = values
         self._ends = np.cumsum([len(part) for part in values] if lengths is None else lengths, dtype=np.int64)
         self.tokens = int(self._ends[-1])
@@ -211,11 +228,14 @@ class Corpus:
         if not shards:
             raise DataError(f"{prepared} has no split {split!r}, it has {', '.join(manifest.splits) or 'none'}")
         check_sizes(prepared, shards)
+        lengths, of_masks = [shard.tokens for shard in shards], [shard.mask_offset for shard in shards]
+        masks = Mapped(prepared, shards, "uint8", of_masks) if any(at is not None for at in of_masks) else None
         return cls(
             fingerprint=manifest.fingerprint,
             vocab_size=manifest.vocab_size,
-            values=Mapped(prepared, shards, manifest.dtype),
-            lengths=[shard.tokens for shard in shards],
+            values=Mapped(prepared, shards, manifest.dtype, [shard.values_offset for shard in shards]),
+            lengths=lengths,
+            masks=Corpus(fingerprint="", vocab_size=2, values=masks, lengths=lengths) if masks else None,
         )
 
     @property
@@ -270,5 +290,5 @@ class Corpus:
 
 def _windows_of(values: Values, seq_len: int) -> Values:
     """All whole windows of `values` as the rows of a view, each sharing its last token with the next."""
-    count, item = (len(values) - 1) // seq_len, values.itemsize
-    return np.lib.stride_tricks.as_strided(values, (count, seq_len + 1), (seq_len * item, item), writeable=False)
+    count, step = (len(values) - 1) // seq_len, values.strides[0]
+    return np.lib.stride_tricks.as_strided(values, (count, seq_len + 1), (seq_len * step, step), writeable=False)

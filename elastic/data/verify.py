@@ -174,7 +174,7 @@ def _first(prepared: Path, manifest: Manifest, split: Split, count: int, tokeniz
     if isinstance(tokenizer, str):
         yield f"{split} documents as {tokenizer}"
     shards = manifest.splits[split]
-    values = Mapped(prepared, shards, manifest.dtype)
+    values = Mapped(prepared, shards, manifest.dtype, [shard.values_offset for shard in shards])
     number = 0
     for at, shard in enumerate(shards):
         offsets = np.memmap(

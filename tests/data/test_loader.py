@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from elastic.config_sections import Data
 from elastic.data.loader import PADDING_ID, Loader, Slice, held_out_batches
 from elastic.data.order import Order, digest, window_of
+from elastic.data.prepare import prepare
 from elastic.data.shards import Corpus, DataError
 from elastic.plan import Plan
 
@@ -210,3 +214,27 @@ def test_held_out_windows_are_the_same_for_each_world(world: int, samples: int) 
         real += batch.ids[~padding].tolist()
     count = min(samples, 57)
     assert real == [number * 57 // count for number in range(count)]
+
+
+def test_what_is_not_to_be_learned_is_no_target(tmp_path: Path) -> None:
+    """A prompt is read and not predicted; a shard without instructions is learned whole."""
+    (tmp_path / "in").mkdir()
+    rows = [{"prompt": "ab" * (1 + number % 3), "completion": "xyz"} for number in range(200)]
+    (tmp_path / "in" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "in" / "validation.txt").write_text("plain text " * 50)
+    data = Data(corpus=str(tmp_path / "in"), suffixes=(".jsonl", ".txt"), prepared=str(tmp_path / "out"))
+    prepare(data, progress=lambda line: None)
+    corpus = Corpus.open(tmp_path / "out", "train")
+    counted = 0
+    loader = build_loader(PLANS[1], 0, corpus)
+    for slices in loader.read(0, 6):
+        for part in slices:
+            batch = part.to(torch.device("cpu"))
+            learned = batch.targets != -100
+            assert part.targets == int(learned.sum()) and 0 < part.targets < learned.numel()
+            counted += part.targets
+            assert set(batch.targets[learned].tolist()) <= {ord("x"), ord("y"), ord("z"), 256}
+            assert set(batch.targets[~learned].tolist()) == {-100}
+            assert {ord("a"), ord("b")} <= set(batch.tokens.flatten().tolist()), "they are read"
+    assert counted > 0
+    assert Corpus.open(tmp_path / "out", "held_out").masks is None
