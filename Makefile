@@ -67,6 +67,7 @@ campaign: setup-dev
 bench: setup-dev
 	$(PY) -m bench.recovery
 	$(PY) -m bench.checkpoint
+	$(PY) -m bench.loader
 
 clean:
 	rm -rf $(VENV) runs

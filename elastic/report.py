@@ -216,6 +216,22 @@ def summary_lines(place: Place) -> list[str]:
     ]
 
 
+def ending(place: Place) -> str:
+    """How far a run came that nobody drives any more."""
+    try:
+        entries = entries_of(place)
+    except ElasticError:
+        entries = []
+    if not entries:
+        return "nothing has happened in it yet"
+    last = entries[-1]
+    ended = last["phase"] in ("finished", "stopped", "failed")
+    told = f"it {last['phase']}" if last["phase"] != "stopped" else "it was stopped"
+    how = told if ended else "its driver ended without a word"
+    on = "" if last["phase"] == "finished" else "; the same `elastic train` goes on from its newest state"
+    return f"{how} at step {last['step']}{on}"
+
+
 def _asked_steps(place: Place) -> str:
     try:
         return f" of {config_of(place).steps}"

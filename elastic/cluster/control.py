@@ -14,8 +14,8 @@ import ray
 
 from elastic.cluster import coordinator, reach
 from elastic.cluster.coordinator import MEMORY, NAMESPACE, RunError
-from elastic.config import ElasticError
-from elastic.report import place_of
+from elastic.config import ElasticError, Place
+from elastic.report import ending, place_of
 
 ANSWER_TIMEOUT_S = 30.0
 
@@ -74,7 +74,8 @@ def _address_of(run: str) -> str:
         )
     address = str(json.loads((found[0] / MEMORY).read_text())["ray_address"])
     if why := reach.unreachable(address):
-        raise RunError(f"run {found[0]} is not running: {why}; `elastic report {found[0]}` tells how it ended")
+        told = ending(Place.of_directory(found[0]))
+        raise RunError(f"run {found[0]} is not running: {told} ({why}); its account: elastic report {found[0]}")
     return address
 
 

@@ -21,6 +21,7 @@ from elastic.plan import Plan
 PADDING_ID = 2**64 - 1
 AHEAD_BYTES = 16 << 20
 AHEAD_STEPS_MAX = 64
+READ_BYTES = 1 << 20  # in one go: larger arrays leave the caches, and their memory is new to the process each time
 _READ_WAIT_S = 120.0
 _CLOSE_WAIT_S = 10.0
 
@@ -102,6 +103,7 @@ class Loader:
         self._micro_batches = plan.micro_batches
         step_bytes = (self._share[1] - self._share[0]) * (seq_len + 1) * corpus.dtype.itemsize
         self._ahead = min(max(2, ahead_bytes // max(1, step_bytes)), AHEAD_STEPS_MAX)
+        self.steps_at_once = max(1, READ_BYTES // max(1, step_bytes))
         self._reader: _Reader | None = None
 
     def micro_batches(self, step: int) -> list[Slice]:
@@ -185,7 +187,7 @@ class _Reader:
         count = 1  # the first one soon
         while not self._closed:
             try:
-                for slices in self._loader.read(step, count):
+                for slices in self._loader.read(step, min(count, self._loader.steps_at_once)):
                     self._ready.put(slices)
                     step += 1
             except Exception as error:

@@ -268,7 +268,6 @@ class Corpus:
         """Copies of these windows: [len(indices), seq_len + 1]. IndexError: there is no such window."""
         if len(indices) and int(indices.max()) >= self.windows(seq_len):
             raise IndexError(f"window {indices.max()} of {self.windows(seq_len)} (seq_len {seq_len})")
-        out = np.empty((len(indices), seq_len + 1), dtype=self.dtype)
         starts = indices.astype(np.int64) * seq_len
         first = np.searchsorted(self._ends, starts, side="right")
         inside = first == np.searchsorted(self._ends, starts + seq_len, side="right")
@@ -276,12 +275,15 @@ class Corpus:
         if len(shards) * ROWS_PER_SHARD_MIN > len(indices):
             inside[:] = False  # so few in each that they are quicker one by one
             shards = shards[:0]
+        out = np.empty((len(indices), seq_len + 1), dtype=self.dtype)  # its memory is not touched before it is filled
         for shard in shards.tolist():
             rows = np.flatnonzero(inside & (first == shard))
             values = self._values[shard]
             begin = int(self._ends[shard]) - len(values)
             number = -(-begin // seq_len)  # of the first window that begins in this shard
             grid = _windows_of(values[number * seq_len - begin :], seq_len)
+            if len(rows) == len(indices):
+                return grid[indices.astype(np.int64) - number]  # the usual case: copied once
             out[rows] = grid[indices[rows].astype(np.int64) - number]
         for row in np.flatnonzero(~inside).tolist():
             out[row] = self.window(int(indices[row]), seq_len)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
+from ray._private import services
 
 from elastic.cluster import control, reach, session
-from elastic.cluster.coordinator import RunError
+from elastic.cluster.coordinator import MEMORY, RunError
 from elastic.config import Config
+from tests.runs import Told, config_in
 
 
 @pytest.fixture
@@ -30,6 +34,7 @@ def test_only_what_does_not_answer_is_refused(dead: str) -> None:
 
 def test_auto_is_looked_up_as_ray_does(dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(services, "find_gcs_addresses", set)  # without a note Ray takes any cluster that runs here
     with pytest.raises(RunError, match=r"can't start: .* find any running Ray instance.*; start one, give --address"):
         session.run(Config(), address="auto", observers=[], say=lambda _: None)
     (tmp_path / "ray").mkdir()
@@ -48,3 +53,18 @@ def test_train_and_orders_say_so(dead: str) -> None:
         session.run(Config(), address=dead, observers=[], say=lambda _: None)
     with pytest.raises(RunError, match=rf"can't be asked: the Ray cluster at \S+:{dead.split(':')[1]} does not answer"):
         control.status("quickstart", dead)
+
+
+def test_the_status_of_a_run_that_ended_says_how(tmp_path: Path, dead: str) -> None:
+    config = config_in(tmp_path)
+    told = Told(config)
+    told.attempt()
+    told.generation(1, 3)
+    (config.run_dir() / MEMORY).write_text(json.dumps({"ray_address": dead}))
+    with pytest.raises(RunError, match=r"is not running: its driver ended without a word at step 3; the same"):
+        control.status(str(config.run_dir()), None)
+    shutil.rmtree(config.run_dir())
+    config.run_dir().mkdir(parents=True)
+    (config.run_dir() / MEMORY).write_text(json.dumps({"ray_address": dead}))
+    with pytest.raises(RunError, match="is not running: nothing has happened in it yet"):
+        control.status(str(config.run_dir()), None)
