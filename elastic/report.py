@@ -17,7 +17,7 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.store import store_at
 from elastic.config import Config, ElasticError, Place, parse
 from elastic.config_sections import StorageOptions
-from elastic.data.order import digest, order_of
+from elastic.data.order import digest
 from elastic.data.shards import Corpus
 from elastic.resume import saved_config
 from elastic.telemetry import ledger
@@ -307,13 +307,7 @@ def verify_data(place: Place) -> list[str]:
 def _verify_attempt(config: Config, records: Sequence[dict[str, Any]]) -> None:
     corpus = Corpus.open(Path(config.data.prepared), "train")
     samples = config.batch.global_samples
-    order = order_of(
-        fingerprint=corpus.fingerprint,
-        seed=config.seed,
-        windows=corpus.windows(config.model.seq_len),
-        window_bytes=config.model.seq_len * corpus.dtype.itemsize,
-        lanes=samples,
-    )
+    order = corpus.order(seed=config.seed, seq_len=config.model.seq_len, lanes=samples)
     for record in records:
         step = record["step"]
         ids = order.run((step - 1) * samples, samples)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from elastic.data.order import Numbers, order_of, window_of
+from elastic.data.order import Numbers, window_of
 from elastic.data.shards import Corpus, DataError, Values
 from elastic.model.shape import NO_TARGET
 from elastic.plan import Plan
@@ -92,13 +92,8 @@ class Loader:
         self._corpus = corpus
         self._global_samples = global_samples
         self._seq_len = seq_len
-        self._order = order_of(
-            fingerprint=corpus.fingerprint,
-            seed=seed,
-            windows=_windows(corpus, seq_len),
-            window_bytes=seq_len * corpus.dtype.itemsize,
-            lanes=global_samples,
-        )
+        _windows(corpus, seq_len)  # DataError where there is none
+        self._order = corpus.order(seed=seed, seq_len=seq_len, lanes=global_samples)
         self._share = plan.share_of(rank)
         self._micro_batches = plan.micro_batches
         step_bytes = (self._share[1] - self._share[0]) * (seq_len + 1) * corpus.dtype.itemsize

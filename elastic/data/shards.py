@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.config import ElasticError
+from elastic.data.order import Order, order_of
 from elastic.schema import refusal
 
 MANIFEST = "manifest.json"
@@ -246,6 +247,16 @@ class Corpus:
     def windows(self, seq_len: int) -> int:
         """How many windows of `seq_len` tokens there are; each needs one token more for its last target."""
         return max(0, (self.tokens - 1) // seq_len)
+
+    def order(self, *, seed: int, seq_len: int, lanes: int) -> Order:
+        """In which a run reads it whose steps have `lanes` samples. ValueError: there is no window."""
+        return order_of(
+            fingerprint=self.fingerprint,
+            seed=seed,
+            windows=self.windows(seq_len),
+            window_bytes=seq_len * self.dtype.itemsize,
+            lanes=lanes,
+        )
 
     def window(self, index: int, seq_len: int) -> Values:
         """Tokens [index * seq_len, (index + 1) * seq_len] of the split's stream: uint16 or uint32 [seq_len + 1].
