@@ -13,7 +13,8 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.store import store_at
 from elastic.config import Config, ConfigError
 from elastic.data.shards import Corpus
-from elastic.report import finished, summary_lines, verify_data
+from elastic.proof import verify_data
+from elastic.report import finished, summary_lines
 from elastic.resume import Resume, Start, choose, exists, settle
 from elastic.telemetry import journal, ledger
 from elastic.worker.task import located

@@ -21,7 +21,7 @@ from elastic.cluster import twin
 from elastic.cluster.coordinator import Coordinator
 from elastic.cluster.host import HostSettings, run_host
 from elastic.config import Config
-from elastic.report import verify_data
+from elastic.proof import verify_data
 from elastic.resume import Resume, choose
 from elastic.telemetry import ledger
 from elastic.worker.template import die_with_parent

@@ -11,7 +11,7 @@ import pytest
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.store import store_at
 from elastic.controller.state import Phase
-from elastic.report import verify_data
+from elastic.proof import verify_data
 from elastic.telemetry import journal
 from elastic.telemetry.lineage import lineage
 from tests.process.running import Running, small
