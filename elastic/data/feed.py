@@ -67,7 +67,14 @@ class Feed:
 
 def open_corpora(data: Data, split: Split) -> dict[str, Corpus]:
     """By the names of the sources, in their order; "" where there is but one."""
-    return {name: Corpus.open(Path(part.prepared), split) for name, part in data.parts().items()}
+    return {name: open_corpus(part.prepared, split, data) for name, part in data.parts().items()}
+
+
+def open_corpus(prepared: str, split: Split, data: Data) -> Corpus:
+    """One of them, or a further one, to be read as `data` says."""
+    corpus = Corpus.open(Path(prepared), split)
+    corpus.is_apart = data.documents == "apart"
+    return corpus
 
 
 def feed_of(config: Config, corpora: Mapping[str, Corpus]) -> Feed:

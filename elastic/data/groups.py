@@ -36,6 +36,7 @@ from elastic.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from elastic.data.writer import Writer, replace_file, sync_directory, unwritable
 
 PARTS = "parts"
+HOW_READ = ("documents", "packing")  # settings that change nothing in the shards
 _TEXTS_BYTES = 2 << 20  # that are tokenised at once
 # A compressed file's text is larger: by how much, about.
 _WEIGHTS: dict[Kind, int] = {"jsonl.gz": 4, "jsonl.zst": 4, "parquet": 3}
@@ -210,7 +211,7 @@ def _pieces(file: SourceFile, data: Data, group_bytes: int) -> Iterator[tuple[Pi
 
 def _key(recipe: Recipe, pieces: Sequence[Piece]) -> str:
     settings = recipe.data.model_dump(
-        mode="json", exclude={"prepared", "corpus", "corpus_options", "suffixes", "tokenizer"}
+        mode="json", exclude={"prepared", "corpus", "corpus_options", "suffixes", "tokenizer", *HOW_READ}
     )
     parts = [
         [piece.file.name, piece.file.nbytes, piece.file.version, piece.file.split, piece.start, piece.stop]

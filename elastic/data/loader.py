@@ -16,6 +16,7 @@ import torch
 from elastic.data.feed import Feed, check_windows
 from elastic.data.order import Numbers
 from elastic.data.shards import Corpus, DataError, Rows
+from elastic.model.documents import cu_seqlens_of, positions_of
 from elastic.model.shape import NO_TARGET
 from elastic.plan import Plan
 
@@ -33,12 +34,31 @@ class MicroBatch:
 
     tokens, targets: int64 [rows, seq_len], targets are the tokens one later, -100 where nothing is predicted.
     ids: uint64 [rows], 2**64 - 1 for padding. first_sample: the global number of the first row's sample.
+    documents: int32 [rows, seq_len], which document of its row a token is of: 0, 1, 2, ... along the row, padding at a
+    row's end as if it were one; None: `data.documents` is joined, a row is read as one text.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     ids: Numbers
     first_sample: int
+    documents: torch.Tensor | None = None
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [rows, seq_len]: each token's place in its document, from 0."""
+        return positions_of(self._numbered())
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """int32 [n + 1]: where each of the n documents begins in the flattened rows x seq_len tokens, and their count.
+
+        No document goes on into the next row. On a GPU each use waits for the device: take it once for all layers.
+        """
+        return cu_seqlens_of(self._numbered())
+
+    def _numbered(self) -> torch.Tensor:
+        return torch.zeros_like(self.tokens, dtype=torch.int32) if self.documents is None else self.documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,8 +84,15 @@ class Slice:
             targets[torch.from_numpy(padding).to(device)] = NO_TARGET
         if self.rows.learned is not None:
             targets[torch.from_numpy(self.rows.learned[:, 1:] == 0).to(device)] = NO_TARGET
+        documents = None
+        if self.rows.documents is not None:
+            documents = torch.from_numpy(self.rows.documents).to(device, non_blocking=True)[:, :-1].to(torch.int32)
         return MicroBatch(
-            tokens=windows[:, :-1].to(torch.int64), targets=targets, ids=self.ids, first_sample=self.first_sample
+            tokens=windows[:, :-1].to(torch.int64),
+            targets=targets,
+            ids=self.ids,
+            first_sample=self.first_sample,
+            documents=documents,
         )
 
 

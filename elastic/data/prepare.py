@@ -21,6 +21,7 @@ from elastic.config import Config, ConfigError
 from elastic.config_sections import Data
 from elastic.data.feed import mixture_of, read_manifests
 from elastic.data.groups import (
+    HOW_READ,
     PARTS,
     Group,
     GroupDone,
@@ -209,7 +210,7 @@ def _check_vocabulary(used: UsedTokenizer, model_vocab_size: int | None) -> None
 def _describe_input(data: Data, files: list[SourceFile], tokens: Tokens | None) -> dict[str, object]:
     return {
         "schema": SCHEMA,
-        "settings": data.model_dump(mode="json", exclude={"prepared", "corpus_options"}),
+        "settings": data.model_dump(mode="json", exclude={"prepared", "corpus_options", *HOW_READ}),
         "files": listing_sha256(files),
         "tokenizer": tokens.used.sha256 if tokens else sha256_of(data.tokenizer),
         "tokens": [tokens.kind, tokens.used.vocab_size, tokens.used.end_of_document] if tokens else None,

@@ -26,7 +26,7 @@ from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, St
 from elastic.checkpoint.store import store_at
 from elastic.config import Config, ConfigError, TaskError
 from elastic.config_sections import Sizes
-from elastic.data.feed import feed_of, open_corpora
+from elastic.data.feed import feed_of, open_corpora, open_corpus
 from elastic.data.loader import EvaluationSet, Loader, Slice, held_out_batches
 from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
@@ -251,15 +251,20 @@ class Corpora:
 
     @cached_property
     def sets(self) -> dict[str, Corpus]:
-        return {one.name: Corpus.open(Path(one.prepared), "held_out") for one in self._config.evaluation.sets}
+        return {
+            one.name: open_corpus(one.prepared, "held_out", self._config.data) for one in self._config.evaluation.sets
+        }
 
 
 class MadeUpCorpora(Corpora):
     """Zeros in place of text, for a rehearsal."""
 
     def __init__(self, config: Config) -> None:
-        values = [np.zeros(4 * config.model.seq_len + 1, dtype=np.uint16)]
-        made_up = Corpus(fingerprint="", vocab_size=config.model.vocab_size, values=values)
+        length = 4 * config.model.seq_len + 1
+        values, documents = [np.zeros(length, dtype=np.uint16)], [np.arange(0, length + 2, 3, dtype=np.uint64)]
+        documents[0][-1] = length
+        made_up = Corpus(fingerprint="", vocab_size=config.model.vocab_size, values=values, documents=documents)
+        made_up.is_apart = config.data.documents == "apart"
         self.train = self.held_out = dict.fromkeys(config.data.parts(), made_up)
         self.sets = dict.fromkeys((one.name for one in config.evaluation.sets), made_up)
 
