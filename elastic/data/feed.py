@@ -18,6 +18,8 @@ from elastic.config import Config, ConfigError
 from elastic.config_sections import Data, HeldOutSet
 from elastic.data.mixing import Mixture, Stage, whole_numbers
 from elastic.data.order import SOURCES_MAX, Numbers, Order, source_of, window_of
+from elastic.data.packed import PackedCorpus
+from elastic.data.packing import packed_fingerprint
 from elastic.data.shards import Corpus, DataError, Manifest, Rows, Split, read_manifest
 from elastic.data.skips import Skips
 
@@ -72,6 +74,10 @@ def open_corpora(data: Data, split: Split) -> dict[str, Corpus]:
 
 def open_corpus(prepared: str, split: Split, data: Data) -> Corpus:
     """One of them, or a further one, to be read as `data` says."""
+    if data.packing == "best_fit":
+        packed = PackedCorpus.open(Path(prepared), split)
+        packed.place = (Path(prepared), split)
+        return packed
     corpus = Corpus.open(Path(prepared), split)
     corpus.is_apart = data.documents == "apart"
     return corpus
@@ -141,9 +147,11 @@ def read_manifests(data: Data, sets: Sequence[HeldOutSet] = ()) -> dict[str, Man
     return found
 
 
-def fingerprint_of(data: Data) -> str:
-    """Of all that is trained on: two runs with the same one have the same samples."""
+def fingerprint_of(data: Data, seq_len: int) -> str:
+    """Of all that is trained on, in windows of `seq_len`: two runs with the same one have the same samples."""
     fingerprints = {name: manifest.fingerprint for name, manifest in read_manifests(data).items()}
+    if data.packing == "best_fit":
+        fingerprints = {name: packed_fingerprint(one, seq_len) for name, one in fingerprints.items()}
     if "" in fingerprints:
         return fingerprints[""]
     return hashlib.sha256("".join(f"{name} {one}\n" for name, one in fingerprints.items()).encode()).hexdigest()

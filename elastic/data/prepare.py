@@ -35,6 +35,7 @@ from elastic.data.groups import (
     recorded,
 )
 from elastic.data.inputs import Kind, SourceFile, list_files, listing_sha256
+from elastic.data.plan_files import SUFFIX, make_plans, shard_of
 from elastic.data.pool import run_groups
 from elastic.data.shards import (
     MANIFEST,
@@ -44,6 +45,7 @@ from elastic.data.shards import (
     DataError,
     Manifest,
     Shard,
+    Split,
     UsedTokenizer,
     check_sizes,
     dtype_of,
@@ -70,8 +72,24 @@ class Tokens:
 
 
 def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> list[Path]:
-    """As `prepare`, for a run: each of its sources. ConfigError also where the built-in model's vocabulary is smaller
-    than the corpus's, or where what is mixed or evaluated does not fit together."""
+    """As `prepare`, for a run: each of its sources, and the plans of its bins. ConfigError also where the built-in
+    model's vocabulary is smaller than the corpus's, or where what is mixed or evaluated does not fit together."""
+    manifests = _prepare_parts(config, progress, run_groups)
+    if config.data.packing == "best_fit":
+        for place, split in _places(config):
+            make_plans(place, split, config.model.seq_len, progress=progress)
+    return manifests
+
+
+def _places(config: Config) -> Iterator[tuple[Path, Split]]:
+    """All that the run reads."""
+    for part in config.data.parts().values():
+        yield from ((Path(part.prepared), split) for split in SPLITS)
+    for one in config.evaluation.sets:
+        yield Path(one.prepared), "held_out"
+
+
+def _prepare_parts(config: Config, progress: Say, run_groups: RunGroups) -> list[Path]:
     mixture_of(config)
     vocab_size = config.model.vocab_size if config.is_built_in else None
     manifests = [
@@ -85,7 +103,7 @@ def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_gr
 def check_input(config: Config) -> None:
     """What can be known without preparing. ConfigError, DataError: it would be refused."""
     if any(part.corpus == IMPORTED for part in config.data.parts().values()):
-        prepare_for(config, progress=lambda line: None)
+        _prepare_parts(config, lambda line: None, run_groups)
         return
     mixture_of(config)
     for part in config.data.parts().values():
@@ -275,9 +293,10 @@ def _named_by(manifest: Manifest) -> set[str]:
 
 
 def _delete_but(directory: Path, named: set[str], further: tuple[str, ...] = ()) -> None:
-    patterns = ("*-*.arrow", "*-*.crc", "*.tmp", f"{PARTS}/*.tmp", *further)
+    patterns = ("*-*.arrow", "*-*.crc", f"*-*{SUFFIX}", "*.tmp", f"{PARTS}/*.tmp", *further)
     for path in [path for pattern in patterns for path in directory.glob(pattern)]:
-        if path.name not in named:
+        name = shard_of(path.name) if path.suffix == SUFFIX else path.name
+        if name not in named:
             path.unlink(missing_ok=True)
 
 

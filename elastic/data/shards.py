@@ -293,6 +293,14 @@ class Corpus:
         """uint16 or uint32, of every window."""
         return self._values[0].dtype
 
+    @property
+    def shards(self) -> int:
+        return len(self._values)
+
+    def of_shard(self, shard: int) -> Values:
+        """All its values."""
+        return self._values[shard]
+
     def windows(self, seq_len: int) -> int:
         """How many windows of `seq_len` tokens there are; each needs one token more for its last target."""
         return max(0, (self.tokens - 1) // seq_len)

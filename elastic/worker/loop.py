@@ -28,6 +28,7 @@ from elastic.config import Config, ConfigError, TaskError
 from elastic.config_sections import Sizes
 from elastic.data.feed import feed_of, open_corpora, open_corpus
 from elastic.data.loader import EvaluationSet, Loader, Slice, held_out_batches
+from elastic.data.packed import PackedCorpus
 from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
 from elastic.plan import Assignment, Endpoint, Member
@@ -239,7 +240,9 @@ class Corpora:
         self._config = config
 
     def open(self) -> None:
-        assert self.train and self.held_out and self.sets is not None
+        for corpora in (self.train, self.held_out, self.sets):
+            for corpus in corpora.values():
+                corpus.windows(self._config.model.seq_len)  # packed, it looks for its plan
 
     @cached_property
     def train(self) -> dict[str, Corpus]:
@@ -261,9 +264,14 @@ class MadeUpCorpora(Corpora):
 
     def __init__(self, config: Config) -> None:
         length = 4 * config.model.seq_len + 1
-        values, documents = [np.zeros(length, dtype=np.uint16)], [np.arange(0, length + 2, 3, dtype=np.uint64)]
-        documents[0][-1] = length
-        made_up = Corpus(fingerprint="", vocab_size=config.model.vocab_size, values=values, documents=documents)
+        documents = np.arange(0, length + 2, 3, dtype=np.uint64)
+        documents[-1] = length
+        made_up = (PackedCorpus if config.data.packing == "best_fit" else Corpus)(
+            fingerprint="",
+            vocab_size=config.model.vocab_size,
+            values=[np.zeros(length, dtype=np.uint16)],
+            documents=[documents],
+        )
         made_up.is_apart = config.data.documents == "apart"
         self.train = self.held_out = dict.fromkeys(config.data.parts(), made_up)
         self.sets = dict.fromkeys((one.name for one in config.evaluation.sets), made_up)
