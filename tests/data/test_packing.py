@@ -323,3 +323,27 @@ def test_a_wrong_mode_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("data: {documents: a_part}\n")
     with pytest.raises(ConfigError, match=r"data\.documents.*apart"):
         load(tmp_path / "job.yaml")
+
+
+def test_sources_and_further_held_out_sets_are_planned_too(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        path.mkdir()
+        write_job(path)
+    prepare_for(write_job(other, packing="none"), progress=lambda line: None)
+    sources = [{"name": name, "corpus": str(one / "in")} for name in ("a", "b")]
+    raw = {
+        "data": {"sources": sources, "prepared": str(one / "out"), "packing": "best_fit"},
+        "evaluation": {"sets": [{"name": "further", "prepared": str(other / "out")}]},
+        "model": {"seq_len": 32},
+    }
+    config = Config.model_validate(raw)
+    said: list[str] = []
+    prepare_for(config, progress=said.append)
+    places = [" ".join(line.split()[1:4:2]) for line in said if line.startswith("packed")]
+    wanted = [f"{split} {one / 'out' / name}" for name in ("a", "b") for split in ("train", "held_out")]
+    assert places == [*wanted, f"held_out {other / 'out'}"]
+    feed = feed_of(config, open_corpora(config.data, "train"))
+    rows = feed.read(feed.run(0, 20))
+    assert rows.documents is not None and rows.learned is not None and rows.tokens.shape == (20, 33)
+    assert len({order.fingerprint for order in feed.orders}) == 1, "the same text"
