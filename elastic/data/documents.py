@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,16 +35,26 @@ class Boundaries:
         begins = np.zeros((len(starts), length), dtype=np.uint8)
         first = np.searchsorted(self._ends, starts, side="right")
         last = np.searchsorted(self._ends, starts + (length - 1), side="right")
-        flat = begins.reshape(-1)
-        for shard in np.unique(ranges(first, last - first + 1)).tolist():
-            rows = np.flatnonzero((first <= shard) & (shard <= last))
+        flat, places = begins.reshape(-1), starts - np.arange(len(starts)) * length
+        counts = last - first + 1
+        reached, rows = ranges(first, counts), np.repeat(np.arange(len(starts)), counts)
+        for shard, its in groups(reached):
             offsets = self.of_shard(shard)
             begin = int(self._ends[shard - 1]) if shard else 0
-            inside = starts[rows] - begin  # below 0 where the window began in an earlier shard
+            inside = starts[rows[its]] - begin  # below 0 where the window began in an earlier shard
             low = np.searchsorted(offsets, inside, side="right")
             counts = np.searchsorted(offsets, inside + length, side="left") - low
-            flat[offsets[ranges(low, counts)] + np.repeat(rows * length - inside, counts)] = 1
+            flat[offsets[ranges(low, counts)] + np.repeat(begin - places[rows[its]], counts)] = 1
         return begins
+
+
+def groups(shards: NDArray[np.integer[Any]]) -> Iterator[tuple[int, Integers]]:
+    """Each shard that is named, and where: shards in their order."""
+    order = np.argsort(shards, kind="stable")
+    found, firsts = np.unique(shards[order], return_index=True)
+    edges = [*firsts.tolist(), len(shards)]
+    for shard, (start, stop) in zip(found.tolist(), pairwise(edges)):
+        yield shard, order[start:stop]
 
 
 def ranges(firsts: NDArray[np.integer[Any]], counts: NDArray[np.integer[Any]]) -> Integers:

@@ -120,7 +120,9 @@ class Loader:
         self._global_samples = global_samples
         self._share = plan.share_of(rank)
         self._micro_batches = plan.micro_batches
-        step_bytes = (self._share[1] - self._share[0]) * (feed.seq_len + 1) * feed.corpora[0].dtype.itemsize
+        corpus = feed.corpora[0]
+        token_bytes = corpus.dtype.itemsize + (3 if corpus.is_apart else 0)  # its document, whether it is learned
+        step_bytes = (self._share[1] - self._share[0]) * (feed.seq_len + 1) * token_bytes
         self._ahead = min(max(2, ahead_bytes // max(1, step_bytes)), AHEAD_STEPS_MAX)
         self.steps_at_once = max(1, READ_BYTES // max(1, step_bytes))
         self._reader: _Reader | None = None

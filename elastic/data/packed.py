@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from elastic.data.documents import Integers, numbering, ranges
+from elastic.data.documents import Integers, Numbering, groups, numbering, ranges
 from elastic.data.order import Numbers, Order, order_of
 from elastic.data.packing import VERSION, Plan, packed_fingerprint, plan_of
 from elastic.data.shards import Corpus, DataError, Rows, Split, Values
 
 # Without its files a plan of so many documents is computed where it is needed, in some seconds; not a larger one.
 DOCUMENTS_MAX = 1_000_000
-AGAIN = "delete it and run `elastic data prepare` on the job"
+NOTHING: Integers = np.zeros(0, dtype=np.int64)
+AGAIN = "delete it, if it is there, and run `elastic data prepare` on the job"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,40 @@ class Plans:
         return self._known[shard]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Laid:
+    """Rows of places: of each the token in its shard, its document, whether it is learned, whether it is no padding."""
+
+    taken: Integers
+    documents: Numbering
+    learned: NDArray[np.uint8]
+    is_real: NDArray[np.bool_]
+
+
+def _laid_out(counts: Integers, starts: Integers, lengths: Integers, width: int) -> _Laid:
+    """counts: int64 [rows], how many of the pieces (starts, lengths: int64 [pieces]) are in each row.
+
+    A row is its pieces and, as one more of them, its padding: `width` places in all.
+    """
+    stops = np.cumsum(counts + 1)
+    real = ranges(stops - counts - 1, counts)
+    all_lengths = np.zeros(len(starts) + len(counts), dtype=np.int64)
+    all_lengths[real] = lengths
+    sums = np.concatenate([[0], np.cumsum(all_lengths)])
+    all_lengths[stops - 1] = width - (sums[stops] - sums[stops - counts - 1])
+    places = np.cumsum(all_lengths) - all_lengths
+    shifts = -places  # padding reads from the shard's first token on, as well as any
+    shifts[real] += starts
+    shape = (len(counts), width)
+    numbers = ranges(np.zeros_like(counts), counts + 1).astype(numbering(width))
+    documents = np.repeat(numbers, all_lengths).reshape(shape)
+    is_real = documents < counts[:, None].astype(documents.dtype)
+    learned = is_real.astype(np.uint8)
+    learned.reshape(-1)[places[real]] = 0
+    taken = (np.arange(len(counts) * width) + np.repeat(shifts, all_lengths)).reshape(shape)
+    return _Laid(taken=taken, documents=documents, learned=learned, is_real=is_real)
+
+
 class PackedCorpus(Corpus):
     """place: where its plans lie, with its split; None: they are computed."""
 
@@ -137,41 +173,30 @@ class PackedCorpus(Corpus):
             raise IndexError(f"bin {indices.max()} of {plans.count} (seq_len {seq_len})")
         bins = indices.astype(np.int64)
         its = np.searchsorted(plans.ends, bins, side="right")
-        found = {int(shard): np.flatnonzero(its == shard) for shard in np.unique(its)} or {0: its}
-        parts = {}
-        for shard, rows in found.items():
+        counts = np.empty(len(bins), dtype=np.int64)
+        starts, lengths = [NOTHING], [NOTHING]
+        found = list(groups(its))
+        for shard, rows in found:
             plan = plans.of_shard(shard)
-            parts[shard] = self._rows(shard, plan, bins[rows] - (int(plans.ends[shard]) - plan.bins), seq_len + 1)
-        return Rows.joined(parts, found) if len(parts) > 1 else parts.popitem()[1]
-
-    def _rows(self, shard: int, plan: Plan, bins: Integers, width: int) -> Rows:
-        """Of bins of one shard. Each row is its pieces and, as one more, its padding: `width` places in all."""
-        low = plan.firsts[bins]
-        counts = plan.firsts[bins + 1] - low
-        pieces = ranges(low, counts)
-        stops = np.cumsum(counts + 1)
-        padding = stops - 1
-        real = ranges(stops - counts - 1, counts)
-        lengths = np.zeros(len(pieces) + len(bins), dtype=np.int64)
-        lengths[real] = plan.lengths[pieces]
-        sums = np.concatenate([[0], np.cumsum(lengths)])
-        lengths[padding] = width - (sums[stops] - sums[stops - counts - 1])
-        places = np.cumsum(lengths) - lengths
-        shifts = -places  # padding reads from the shard's first token on, as well as any
-        shifts[real] += plan.starts[pieces]
-        numbers = ranges(np.zeros_like(counts), counts + 1).astype(numbering(width))
-        shape = (len(bins), width)
-        documents = np.repeat(numbers, lengths).reshape(shape)
-        taken = (np.arange(len(bins) * width) + np.repeat(shifts, lengths)).reshape(shape)
-        is_real = documents < counts[:, None].astype(documents.dtype)
-        learned = is_real.astype(np.uint8)
-        learned.reshape(-1)[places[real]] = 0
-        # A shard without a mask has one 1 for all its tokens, which `take` would first write out.
-        if self.masks is not None and (mask := self.masks.of_shard(shard)).strides != (0,):
-            learned &= mask.take(taken, mode="clip")
-        tokens = self.of_shard(shard).take(taken, mode="clip")
-        tokens *= is_real
-        return Rows(tokens=tokens, learned=learned, documents=documents)
+            inside = bins[rows] - (int(plans.ends[shard]) - plan.bins)
+            low = plan.firsts[inside]
+            counts[rows] = plan.firsts[inside + 1] - low
+            pieces = ranges(low, counts[rows])
+            starts.append(plan.starts[pieces])
+            lengths.append(plan.lengths[pieces])
+        by_shard = np.concatenate([NOTHING, *(rows for _, rows in found)])
+        laid = _laid_out(counts[by_shard], np.concatenate(starts), np.concatenate(lengths), seq_len + 1)
+        tokens = np.empty(laid.taken.shape, dtype=self.dtype)
+        learned, done = laid.learned, 0
+        for shard, rows in found:
+            part = slice(done, done := done + len(rows))
+            self.of_shard(shard).take(laid.taken[part], mode="clip", out=tokens[part])
+            # A shard without a mask has one 1 for all its tokens, which `take` would first write out.
+            if self.masks is not None and (mask := self.masks.of_shard(shard)).strides != (0,):
+                learned[part] &= mask.take(laid.taken[part], mode="clip")
+        tokens *= laid.is_real
+        whole = Rows(tokens=tokens, learned=learned, documents=laid.documents)
+        return whole if len(found) < 2 else Rows.joined({0: whole}, {0: by_shard})
 
     def _plans(self, seq_len: int) -> Plans:
         if seq_len not in self._known:
