@@ -60,9 +60,14 @@ class Feed:
         return Rows.joined({at: self.corpora[at].rows(windows[its], self.seq_len) for at, its in found.items()}, found)
 
     def used(self, position: int) -> tuple[int, ...]:
-        """How many samples of each source the first `position` are, those that are skipped among them included."""
+        """How many samples of each source the first `position` are."""
+        if self.mixture is None:
+            return (position,)
         stop = self.skips.number(position)
-        return (stop,) if self.mixture is None else self.mixture.used(stop)
+        used = np.array(self.mixture.used(stop))
+        for first, last in self.skips.merged():
+            used -= np.subtract(self.mixture.used(min(last, stop)), self.mixture.used(min(first, stop)))
+        return tuple(used.tolist())
 
 
 def open_corpora(data: Data, split: Split) -> dict[str, Corpus]:

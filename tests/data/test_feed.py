@@ -99,7 +99,10 @@ def test_skipped_samples_are_never_used_and_nothing_before_them_moves(mixed: boo
     corpora = {name: corpus(name, 1) for name, _ in sources} or {"": corpus("", 1)}
     plain = feed_of(config(*sources), corpora).run(0, 400)
     skip = [{"first": 240, "stop": 288, "why": "loss spike"}, {"first": 100, "stop": 101}]
-    got = feed_of(config(*sources, skip=skip), corpora).run(0, 351)
+    skipping = feed_of(config(*sources, skip=skip), corpora)
+    got = skipping.run(0, 351)
+    counts = np.bincount(source_of(got).astype(int), minlength=len(corpora))
+    assert skipping.used(351) == tuple(counts.tolist())
     assert np.array_equal(got, np.concatenate([plain[:100], plain[101:240], plain[288:]]))
 
 
