@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from elastic import segments
-from elastic.checkpoint.errors import StorageUnavailable
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import store_at
 from elastic.config import Config, ElasticError, Place, parse
 from elastic.config_sections import StorageOptions
 from elastic.resume import saved_config
+from elastic.storage.errors import StorageUnavailable
+from elastic.storage.store import store_at
 from elastic.telemetry import ledger
 from elastic.telemetry.lineage import lineage
 

@@ -20,11 +20,9 @@ import yaml
 from pydantic import ValidationError
 
 from elastic import segments
-from elastic.checkpoint.errors import ObjectMissing
 from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import About, Manifest, build
 from elastic.checkpoint.shard import of_object, table_object
-from elastic.checkpoint.store import Store, open_store, store_at
 from elastic.checkpoint.upkeep import manifest_of, of_step
 from elastic.config import BUILT_IN_TASK, Config, ConfigError, Place
 from elastic.config_sections import Model
@@ -32,6 +30,8 @@ from elastic.data.skips import Skips
 from elastic.events import Uploaded
 from elastic.model.shape import tensor_sizes
 from elastic.plan import Stretch
+from elastic.storage.errors import ObjectMissing
+from elastic.storage.store import Store, open_store, store_at
 from elastic.telemetry.lineage import lineage
 
 FIRST_ENTRY = "log/00000001.json"  # never deleted, and no two are the same

@@ -10,12 +10,12 @@ import pytest
 from elastic import segments
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import store_at
 from elastic.config import Config, ConfigError
 from elastic.data.shards import Corpus
 from elastic.proof import verify_data, verify_same
 from elastic.report import ReportError, finished, summary_lines
 from elastic.resume import Resume, Start, choose, exists, save_config, settle
+from elastic.storage.store import store_at
 from elastic.telemetry import journal, ledger
 from elastic.worker.task import located
 from tests.process.running import small

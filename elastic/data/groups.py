@@ -33,7 +33,8 @@ from elastic.data.shards import (
     dtype_of,
 )
 from elastic.data.tokenizer import BYTES, Tokenizer, open_tokenizer
-from elastic.data.writer import Writer, replace_file, sync_directory, unwritable
+from elastic.data.writer import Writer, unwritable
+from elastic.storage.files import replace_file, sync_directory
 
 PARTS = "parts"
 _TEXTS_BYTES = 2 << 20  # that are tokenised at once

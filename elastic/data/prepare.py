@@ -49,7 +49,8 @@ from elastic.data.shards import (
     read_manifest,
 )
 from elastic.data.tokenizer import BYTES, open_tokenizer, read_file, sha256_of
-from elastic.data.writer import replace_file, sync_directory, unwritable
+from elastic.data.writer import unwritable
+from elastic.storage.files import replace_file, sync_directory
 
 IMPORTED = "imported"
 # Beside the manifest: what it was made from, with times. A hint for a quick second run, no part of the data.

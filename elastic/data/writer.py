@@ -14,6 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from elastic.data.shards import LOSS_MASK, PIECE_BYTES, DataError, Shard, Split, TokenDtype, Values, sidecar_of
+from elastic.storage.files import replace_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,28 +112,6 @@ def digests(path: Path) -> Digests:
             crcs.append(zlib.crc32(piece))
             nbytes += len(piece)
     return Digests(nbytes=nbytes, sha256=sha256.hexdigest(), crcs=np.array(crcs, dtype="<u4").tobytes())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write aside, make it durable, then put it in place in one move. OSError: the disk refuses."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in it durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def unwritable(directory: Path, error: OSError) -> DataError:

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from elastic.checkpoint import save
 from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, StateError, StorageUnavailable
-from elastic.checkpoint.store import store_at
+from elastic.checkpoint.errors import Damaged, SourceFailed, StateError
 from elastic.config import Config, ConfigError, TaskError
 from elastic.config_sections import Sizes
 from elastic.data.feed import feed_of, open_corpora
@@ -32,6 +31,8 @@ from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
 from elastic.plan import Assignment, Endpoint, Member
 from elastic.planner.search import choose
+from elastic.storage.errors import StorageError, StorageUnavailable
+from elastic.storage.store import store_at
 from elastic.telemetry.logs import trainer_log
 from elastic.worker import declared, task
 from elastic.worker.context import Context, Seat, SnapshotBlocked
@@ -119,7 +120,7 @@ def _train(inheritance: Inheritance, assignment: Assignment, seat: Seat, corpora
         damaged = isinstance(error, Damaged)
         detail = str(error) if ours or damaged else traceback_tail(error)
         print(traceback_tail(error), file=sys.stderr)
-        peers = is_peer_failure(error) or isinstance(error, CheckpointError)
+        peers = is_peer_failure(error) or isinstance(error, StorageError)
         kind = "user" if ours or not peers else "storage" if isinstance(error, StorageUnavailable) else "peer"
         blame = error.host if isinstance(error, SourceFailed) else ""
         return Exit(kind=kind, step=ctx.step, code=1, detail=detail, blame=blame, damaged=damaged)  # type: ignore[arg-type]  # one of the three
