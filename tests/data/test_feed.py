@@ -175,6 +175,8 @@ def test_bad_mixtures_are_one_sentence() -> None:
             Config.model_validate({**config(("a", 1), ("b", 1)).model_dump(), "model": {"seq_len": 17}}),
             {"a": corpus("a", 1), "b": corpus("b", 1, windows=1)},
         )
+    with pytest.raises(DataError, match="has 600 windows of seq_len 16, a step takes 601 samples"):
+        feed(("a", 1), ("b", 1), samples=601)
     for bad, told in (
         ({"sources": [{"name": "a", "corpus": "x"}] * 2}, "each once"),
         ({"sources": [{"name": "a", "corpus": "x", "weight": 0}]}, "no weight above 0"),
