@@ -32,11 +32,11 @@ from elastic.checkpoint.mover import uploaded_of
 from elastic.checkpoint.restore import restore
 from elastic.checkpoint.save import Entry, Snapshotter, entries, local, shard_bytes_max, wanted
 from elastic.checkpoint.shard import of_object, table_object
-from elastic.checkpoint.store import open_store
 from elastic.config_sections import Model, StorageOptions
 from elastic.model.transformer import Transformer
 from elastic.parallel.fsdp import shard_parameters
 from elastic.plan import RestorePlan, ShardSource, SnapshotKey
+from elastic.storage.store import open_store
 from tests.checkpoint.hosts import TOKEN, Host
 
 SHAPE = Model(vocab_size=8192, dim=512, layers=8, heads=8, kv_heads=8, ffn_dim=1408, seq_len=256)

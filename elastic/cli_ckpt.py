@@ -19,7 +19,7 @@ from elastic.config import ConfigError, ElasticError
 
 if TYPE_CHECKING:
     from elastic.checkpoint.log import CommitLog, Entry
-    from elastic.checkpoint.store import Store
+    from elastic.storage.store import Store
 
 DONE, FAILED = 0, 1  # exit codes, see cli
 UNFINISHED_AFTER_S = 86_400.0  # no upload takes a day
@@ -50,8 +50,8 @@ def add_command(inner: Any, name: str, command: Callable[..., int], text: str) -
 def opened(run: str) -> tuple[Store, CommitLog, list[str]]:
     """The run's storage and log, and what the log complains of. NoCheckpoints: nothing of a run is there."""
     from elastic.checkpoint.log import CommitLog
-    from elastic.checkpoint.store import store_at
     from elastic.report import place_of
+    from elastic.storage.store import store_at
 
     place = place_of(run)
     store, complaints = store_at(place), list[str]()
@@ -189,10 +189,10 @@ def _verify(parsed: argparse.Namespace, store: Store, log: CommitLog, complaints
 
 
 def _verified(store: Store, log: CommitLog, entry: Entry) -> dict[str, Any]:
-    from elastic.checkpoint.errors import ObjectMissing
     from elastic.checkpoint.reader import Reader
     from elastic.checkpoint.upkeep import manifest_of
     from elastic.checkpoint.verify import damages
+    from elastic.storage.errors import ObjectMissing
 
     manifest = manifest_of(entry)
     nbytes = sum(record.nbytes for record in manifest.shards)

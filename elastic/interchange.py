@@ -9,16 +9,17 @@ from typing import Any, Literal
 
 from elastic import resume
 from elastic.checkpoint import dcp, export, importing, llama
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.reader import Reader, Source
 from elastic.checkpoint.safetensors_file import SafetensorsSource
-from elastic.checkpoint.store import Store, open_store, store_at
 from elastic.checkpoint.upkeep import manifest_of, of_step
 from elastic.config import Config, ConfigError, Place
 from elastic.data.feed import fingerprint_of
 from elastic.data.prepare import prepare_for
 from elastic.report import config_of
+from elastic.storage.errors import ObjectMissing
+from elastic.storage.store import Store, open_store, store_at
 
 Format = Literal["safetensors", "dcp"]
 What = Literal["model", "all"]

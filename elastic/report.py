@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from elastic import segments
-from elastic.checkpoint.errors import StorageUnavailable
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import store_at
 from elastic.config import Config, ElasticError, Place, parse
 from elastic.config_sections import StorageOptions
 from elastic.resume import saved_config
+from elastic.storage.errors import StorageUnavailable
+from elastic.storage.store import store_at
 from elastic.telemetry import ledger
 from elastic.telemetry.lineage import lineage
 
@@ -197,11 +197,10 @@ def summary_lines(place: Place) -> list[str]:
     starts = [start for entry in entries if (start := _started(entry))]
     spent = ledger.fold(entries)
     wall_s = spent.wall_us / 1e6
-    loss = f"{held_out[-1]['held_out']:.4f} nats per token at step {held_out[-1]['step']}" if held_out else "none"
     told = recoveries(entries)
     return [
         f"phase       {last['phase']}",
-        f"held-out    {loss}",
+        f"held-out    {_held_out_line(held_out[-1]) if held_out else 'none'}",
         f"steps       {last['step']}{_asked_steps(place)}, {sum(r['samples'] for r in records)} samples",
         f"durable     {durability_line(entries)}",
         f"generations {len(starts)}, worlds {' '.join(str(len(start['hosts'])) for start in starts)}",
@@ -212,6 +211,11 @@ def summary_lines(place: Place) -> list[str]:
         + ", ".join(f"{name} {s:.1f} s ({100 * s / wall_s:.0f} %)" for name, s in spent.seconds().items()),
         f"files       {place.url} (journal.jsonl, config.yaml, log/, data/); output: elastic logs {place.directory}",
     ]
+
+
+def _held_out_line(record: dict[str, Any]) -> str:
+    sets = ", ".join(f"{name} {loss:.4f}" for name, loss in record.get("held_out_sets", {}).items())
+    return f"{record['held_out']:.4f} nats per token at step {record['step']}" + (f" ({sets})" if sets else "")
 
 
 def ending(place: Place) -> str:

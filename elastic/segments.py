@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
-from elastic.checkpoint.store import Store, store_at
+from elastic.checkpoint.errors import CheckpointError
 from elastic.config import Place
+from elastic.storage.errors import ObjectMissing, StorageError, StorageUnavailable
+from elastic.storage.store import Store, store_at
 from elastic.telemetry import journal
 
 FILE = "journal.jsonl"
@@ -231,7 +232,7 @@ class Sealer:
                 _merge(self._store, *self._to_merge[0])
                 self._to_merge.pop(0)
             self._failing = False
-        except (CheckpointError, OSError) as error:  # tried again; the file has all of it
+        except (StorageError, OSError) as error:  # tried again; the file has all of it
             if not self._failing:
                 logger.warning("the journal can't be copied to the run's storage: %s", error)
             self._failing = True

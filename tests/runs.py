@@ -8,11 +8,11 @@ from typing import Any
 from elastic import events, resume, segments
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
-from elastic.checkpoint.store import store_at
 from elastic.config import Config
 from elastic.data.feed import feed_of
 from elastic.data.order import digest
 from elastic.data.shards import Corpus
+from elastic.storage.store import store_at
 from elastic.telemetry import journal
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import manifest

@@ -19,10 +19,10 @@ from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.pins import Pin, pin
-from elastic.checkpoint.store import DirectoryStore, MemoryStore
 from elastic.config import ConfigError
 from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted
+from elastic.storage.store import DirectoryStore, MemoryStore
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import ABOUT, commits, manifest, save, upload
 from tests.checkpoint.test_log import outcome

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import store_at
 from elastic.cli import main
+from elastic.storage.store import store_at
 from tests.checkpoint.llamas import equal, job, read, trained
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from elastic import segments
 from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store
 from elastic.config import Place
 from elastic.segments import Sealer, recover
+from elastic.storage.store import DirectoryStore, MemoryStore, Store
 from elastic.telemetry import journal
 
 NEVER_S = 3600.0

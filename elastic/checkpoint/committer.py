@@ -11,14 +11,15 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from elastic.checkpoint import garbage, retention
-from elastic.checkpoint.errors import CheckpointError, Fenced
+from elastic.checkpoint.errors import Fenced
 from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import About, Manifest, build, restore_plan
 from elastic.checkpoint.pins import pinned
-from elastic.checkpoint.store import Store
 from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted, CommitFailed, Uploaded
 from elastic.plan import SnapshotKey
+from elastic.storage.errors import StorageError
+from elastic.storage.store import Store
 
 Job = tuple[SnapshotKey, tuple[Uploaded, ...], Mapping[str, float], frozenset[str]]
 Result = CheckpointCommitted | CommitFailed
@@ -133,5 +134,5 @@ class Committer:
         try:
             unnamed = garbage.garbage(sizes, self._log, attempt=self._attempt, committed=committed)
             garbage.delete(self._store, unnamed)
-        except CheckpointError as error:
+        except StorageError as error:
             self._log.complain(f"old checkpoint data stays for now: {error}")

@@ -15,10 +15,11 @@ from typing import IO, Any
 import numpy as np
 
 from elastic.checkpoint.blocks import ITEM_BYTES, Block, Ints
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.export import FILE_BYTES, Target
 from elastic.checkpoint.reader import Bytes, Source, slices, windows
-from elastic.checkpoint.store import Store
+from elastic.storage.errors import ObjectMissing, StorageError
+from elastic.storage.store import Store
 
 METADATA = ".metadata"
 VERSION = "1.0.0"
@@ -166,7 +167,7 @@ def _metadata(store: Store) -> tuple[dict[str, Any], dict[_Index, _Plain]]:
     raw = store.get(METADATA)
     try:
         found = _Names(io.BytesIO(raw)).load()
-    except CheckpointError:
+    except StorageError:
         raise
     except Exception as error:  # of a broken pickle: anything
         raise CheckpointError(f"{METADATA} can't be read ({error!r}): it is damaged; fetch it anew") from error

@@ -19,9 +19,10 @@ from elastic.checkpoint.arena import Arena, Buffer, State
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.read_through import ReadThrough
 from elastic.checkpoint.shard import of_object, put_shard, table_object
-from elastic.checkpoint.store import DirectoryStore
 from elastic.events import Holding, to_json
 from elastic.plan import DiskOrder, SnapshotKey, shard_object
+from elastic.storage.errors import StorageError
+from elastic.storage.store import DirectoryStore
 
 LOOK_S = 30.0  # a disk that does not answer is taken for empty, or as it was
 READ_S = 10.0
@@ -46,7 +47,7 @@ class Disk:
             at = _at(Path(name).parent.name)
             if at is None or not name.endswith(".bin") or table_object(name) not in sizes:
                 continue
-            with suppress(CheckpointError):  # damaged, or deleted meanwhile: as good as not there
+            with suppress(StorageError):  # damaged, or deleted meanwhile: as good as not there
                 holding = known.get(name) or self._read(name, attempt=at[0])
                 if holding.nbytes == nbytes:
                     self._known[name] = holding
@@ -159,7 +160,7 @@ class OnDisk:
                 self._found = await asyncio.get_running_loop().run_in_executor(self._thread, look)
         except TimeoutError:
             self._fail(f"no answer within {LOOK_S:.0f} s", None)
-        except (OSError, CheckpointError) as error:
+        except (OSError, StorageError) as error:
             self._fail(str(error), None)
         self._tell({"on disk": [to_json(holding) for holding in self._found]})
 
@@ -172,6 +173,6 @@ class OnDisk:
 
 def _failure(writing: asyncio.Future[Any]) -> str:
     error = writing.exception()
-    if error is None or isinstance(error, OSError | CheckpointError):
+    if error is None or isinstance(error, OSError | StorageError):
         return str(error or "")
     raise error

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from elastic.config import ElasticError
+from elastic.storage.errors import StorageError
 
 
-class CheckpointError(ElasticError):
+class CheckpointError(StorageError):
     """State could not be saved, found, verified or read; nothing that was read half is used."""
 
 
 class StateError(CheckpointError):
     """The task's state is not what was saved, or can't be saved. No peer's fault, and a retry would meet it again."""
-
-
-class ObjectMissing(CheckpointError):
-    """The store has no object of that name."""
-
-
-class StorageUnavailable(CheckpointError):
-    """Storage did not do what it could before and may do again: an outage, throttling, a full disk. No mistake of the
-    configuration; what was refused is worth another try later."""
 
 
 class Damaged(CheckpointError):

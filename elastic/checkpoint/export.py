@@ -19,9 +19,9 @@ from elastic.checkpoint.blocks import ITEM_BYTES, Block
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.reader import Source, whole, windows
 from elastic.checkpoint.safetensors_file import INDEX, header
-from elastic.checkpoint.store import Store, open_store
 from elastic.checkpoint.values import FLOATS, cast
 from elastic.config_sections import StorageOptions
+from elastic.storage.store import Store, open_store
 
 FILE_BYTES = 5_000_000_000
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import REQUESTS_AT_ONCE
-from elastic.checkpoint.store import Store
 from elastic.plan import SnapshotKey
+from elastic.storage.store import Store
 
 INDEX = "/index.json"
 

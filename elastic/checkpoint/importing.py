@@ -12,10 +12,10 @@ from elastic.checkpoint.blocks import SUB_BLOCK, Block, Ints, encode_bytes, plac
 from elastic.checkpoint.manifest import About, Manifest, build
 from elastic.checkpoint.reader import Bytes, Source, windows
 from elastic.checkpoint.shard import Shard, table_object, to_object
-from elastic.checkpoint.store import Store
 from elastic.checkpoint.values import FLOATS, cast
 from elastic.events import Uploaded
 from elastic.plan import SnapshotKey
+from elastic.storage.store import Store
 
 SHARD_BYTES = 256 << 20
 ATTEMPT = 1

@@ -16,10 +16,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.checkpoint.errors import CheckpointError, Fenced, StorageUnavailable, TooNew
+from elastic.checkpoint.errors import CheckpointError, Fenced, TooNew
 from elastic.checkpoint.manifest import Manifest, check_present, of_body, to_body
 from elastic.checkpoint.shard import check, check_schema, sign
-from elastic.checkpoint.store import Store
+from elastic.storage.errors import StorageError, StorageUnavailable
+from elastic.storage.store import Store
 
 SCHEMA = 2
 TRIES_MAX = 100
@@ -90,7 +91,7 @@ class CommitLog:
                 check_present(self._store, entry.manifest)
             except StorageUnavailable:
                 raise  # an outage is no damage: what is older must not be taken for it
-            except CheckpointError as error:
+            except StorageError as error:
                 self._loudly(f"checkpoint {entry.number} of step {entry.manifest.key.step} is skipped: {error}")
                 continue
             return entry
@@ -236,7 +237,7 @@ class CommitLog:
             return _parse(number, self._store.get(name))
         except (TooNew, StorageUnavailable):
             raise
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        except (StorageError, KeyError, TypeError, ValueError) as error:
             self._loudly(f"log entry {name} is skipped: {error}")
             return None
 

@@ -16,9 +16,9 @@ from typing import Any
 from elastic.checkpoint.blocks import SUB_BLOCK, Block, Table, check_coverage, index
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.shard import Shard, check, check_schema, key_of, of_object, sign, table_object
-from elastic.checkpoint.store import Store
 from elastic.events import Uploaded
 from elastic.plan import RestorePlan, ShardSource, SnapshotKey
+from elastic.storage.store import Store
 
 SCHEMA = 2
 INDEX_SCHEMA = 1

@@ -43,11 +43,12 @@ from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.peers import Partner, Peers, exchange
 from elastic.checkpoint.read_through import ReadThrough
 from elastic.checkpoint.shard import of_buffer, put_shard
-from elastic.checkpoint.store import Store, open_store
 from elastic.checkpoint.wire import ECHO_BYTES_MAX
 from elastic.config_sections import StorageOptions
 from elastic.events import Uploaded, from_json
 from elastic.plan import Endpoint, SnapshotKey
+from elastic.storage.errors import StorageError
+from elastic.storage.store import Store, open_store
 
 TOKEN_S = 30.0
 BUSY_S = 0.01  # between tries while the partner has no room: a newer safe step makes some
@@ -238,7 +239,7 @@ class Mover:
     async def _send(self, partner: Partner, buffer: Buffer, key: SnapshotKey) -> Literal["taken", "busy", "failed"]:
         try:
             answer = await partner.push(of_buffer(buffer), buffer.view)
-        except (OSError, TimeoutError, CheckpointError) as error:
+        except (OSError, TimeoutError, StorageError) as error:
             reason = f"to the partner: {_say(error)}"
             if buffer.key == key and reason != self._last_failure:  # told once, not at each new try
                 self._fail("send", reason)
@@ -287,7 +288,7 @@ class Mover:
             endpoint = Endpoint(address=place["address"], port=place["port"])
             try:
                 trip_s, bytes_s = await exchange(endpoint, self._token, ECHO_BYTES_MAX, limit_s)
-            except (OSError, TimeoutError, CheckpointError) as error:
+            except (OSError, TimeoutError, StorageError) as error:
                 unreached[place["host"]] = _say(error)
                 continue
             found = {"link_to": place["host"], "link_ms": round(1e3 * trip_s, 3), "link_mbs": round(bytes_s / 1e6, 1)}
@@ -324,7 +325,7 @@ class Mover:
             try:
                 # Without a limit of its own: the thread would go on, and the next upload run beside it.
                 return await asyncio.to_thread(put_shard, self._store, buffer, key, sequence=sequence, attempt=attempt)
-            except (OSError, TimeoutError, CheckpointError) as error:
+            except (OSError, TimeoutError, StorageError) as error:
                 self._fail("upload", _say(error), key)
                 return None
 

@@ -22,7 +22,7 @@ import numpy as np
 from elastic.checkpoint.arena import Arena, Buffer, State
 from elastic.checkpoint.blocks import SUB_BLOCK
 from elastic.checkpoint.disk import OnDisk
-from elastic.checkpoint.errors import CheckpointError, Damaged, StorageUnavailable
+from elastic.checkpoint.errors import CheckpointError, Damaged
 from elastic.checkpoint.pipe import Pipe
 from elastic.checkpoint.read_through import PART_BYTES, PARTS_AT_ONCE, ReadThrough, in_parts
 from elastic.checkpoint.shard import Shard, facts_nbytes, is_small, key_of, of_buffer, of_header
@@ -32,6 +32,7 @@ from elastic.checkpoint.wire import (
     frame,
 )
 from elastic.plan import Endpoint, SnapshotKey
+from elastic.storage.errors import StorageError, StorageUnavailable
 
 IDLE_S = 600.0  # a connection without a request is closed; its owner opens another when it needs one
 CONNECTIONS_MAX = 512
@@ -152,7 +153,7 @@ class Peers:
                 await self._answer(pipe, await pipe.hear(limit_s=IDLE_S))
         except ConnectionResetError:
             pass  # the usual end: the peer has what it wanted, or is dead
-        except (OSError, TimeoutError, CheckpointError, KeyError, TypeError, ValueError) as error:
+        except (OSError, TimeoutError, StorageError, KeyError, TypeError, ValueError) as error:
             print(f"mover: dropped a peer: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:
             pipe.close()
@@ -178,7 +179,7 @@ class Peers:
                 raise CheckpointError(f"unknown request {sorted(request)}; do both sides run the same version?")
         except StorageUnavailable as error:
             await pipe.tell({"error": str(error), "storage": True})
-        except CheckpointError as error:
+        except StorageError as error:
             await pipe.tell({"error": str(error), "damaged": isinstance(error, Damaged)})
 
     def _source(self, request: dict[str, Any]) -> ReadThrough:
@@ -283,7 +284,7 @@ class Peers:
             await source.fill(memoryview(facts)[at : at + SUB_BLOCK])
         try:
             shard = of_header(header, bytes(facts))
-        except CheckpointError as error:
+        except StorageError as error:
             if isinstance(source, _Arrived):
                 raise
             # Its data is on the way: only a new connection is in step again.

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.shard import check, sign
-from elastic.checkpoint.store import Store
+from elastic.storage.errors import ObjectMissing, StorageError
+from elastic.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ def read(store: Store, number: int) -> Pin | None:
         return Pin(who=str(body["who"]), why=str(body["why"]), when_s=float(body["when_s"]))
     except ObjectMissing:
         return None
-    except (CheckpointError, KeyError, TypeError, ValueError) as error:
+    except (StorageError, KeyError, TypeError, ValueError) as error:
         return Pin(who="unknown", why=f"the pin can't be read: {error}", when_s=0.0)
 
 

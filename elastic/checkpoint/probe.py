@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
-from elastic.checkpoint.store import Store, store_at
+from elastic.checkpoint.errors import CheckpointError
 from elastic.config import ConfigError, Place
+from elastic.storage.errors import StorageError, StorageUnavailable
+from elastic.storage.store import Store, store_at
 
 TRY_S, PAUSE_S = 2.0, 0.5  # the driver's tries are short, so that somebody who waits is told early
 FOREIGN_SHOWN = 3
@@ -40,7 +41,7 @@ def check_storage(place: Place, say: Callable[[str], None]) -> None:
                 say(f"storage does not answer yet, trying for {limit_s:.0f} s: {error}")
             told = True
             time.sleep(PAUSE_S)
-        except CheckpointError as error:
+        except StorageError as error:
             raise ConfigError(f"storage: {error}") from error
 
 
@@ -66,8 +67,8 @@ def probe(store: Store, where: str) -> None:
         _write_and_read(store, where, key)
     except StorageUnavailable:
         raise
-    except CheckpointError:
-        with suppress(CheckpointError):
+    except StorageError:
+        with suppress(StorageError):
             store.delete(key)
         raise
     store.delete(key)

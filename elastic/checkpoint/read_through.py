@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from elastic.checkpoint.blocks import SUB_BLOCK
-from elastic.checkpoint.errors import CheckpointError, Damaged, ObjectMissing, StorageUnavailable, TooNew
+from elastic.checkpoint.errors import Damaged, TooNew
 from elastic.checkpoint.shard import Shard, of_object, table_object
-from elastic.checkpoint.store import Store
 from elastic.plan import SnapshotKey
+from elastic.storage.errors import ObjectMissing, StorageError, StorageUnavailable
+from elastic.storage.store import Store
 
 PART_BYTES = 8 * SUB_BLOCK
 PARTS_AT_ONCE = 8
@@ -37,7 +38,7 @@ def stored_shard(store: Store, name: str, key: SnapshotKey, rank: int) -> Shard:
         shard = of_object(raw, name=table)
     except TooNew:
         raise
-    except CheckpointError as error:
+    except StorageError as error:
         raise Damaged(str(error)) from error
     if (shard.key, shard.rank) != (key, rank):
         raise Damaged(
@@ -59,7 +60,7 @@ def stored_bytes(store: Store, name: str, shard: Shard, start: int, stop: int) -
         )
     try:
         shard.verify(np.frombuffer(found, dtype=np.uint8), [(start, stop)], where=f"storage ({name})", at=start)
-    except CheckpointError as error:
+    except StorageError as error:
         raise Damaged(str(error)) from error
     return found
 

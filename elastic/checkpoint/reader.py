@@ -18,7 +18,7 @@ import numpy.typing as npt
 from elastic.checkpoint.blocks import ITEM_BYTES, Block, Box, Ints, Read, check_coverage, index, reads
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.manifest import Manifest, read_index
-from elastic.checkpoint.store import Store
+from elastic.storage.store import Store
 
 Bytes = npt.NDArray[np.uint8]
 

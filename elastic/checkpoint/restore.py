@@ -34,13 +34,14 @@ from elastic.checkpoint.blocks import (
     sub_blocks,
     touched,
 )
-from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, StateError, StorageUnavailable
+from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, StateError
 from elastic.checkpoint.read_through import stored_bytes, stored_shard
 from elastic.checkpoint.save import REPLICATED_BYTES_MAX, Entry, local, replica, view, wanted
 from elastic.checkpoint.shard import Shard, of_buffer
-from elastic.checkpoint.store import Store
 from elastic.checkpoint.wire import MoverClient
 from elastic.plan import RestorePlan, ShardSource
+from elastic.storage.errors import StorageError, StorageUnavailable
+from elastic.storage.store import Store
 
 Bytes = npt.NDArray[np.uint8]
 Spans = list[tuple[int, int]]
@@ -275,7 +276,7 @@ def _relayed(source: ShardSource, reach: _Reach, ask: Callable[[], T]) -> T | No
         return ask()
     except StorageUnavailable:  # all ranks at once would only make it worse
         raise
-    except CheckpointError as error:
+    except StorageError as error:
         reach.detours.append(f"{source.object} is read directly: {source.host} should relay it, but {error}")
         log.warning(reach.detours[-1])
         return None
@@ -298,7 +299,7 @@ def _blaming(source: ShardSource) -> Iterator[None]:
         yield
     except Damaged:
         raise
-    except CheckpointError as error:
+    except StorageError as error:
         raise SourceFailed(source.host, str(error)) from error
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from elastic.checkpoint.blocks import ITEM_BYTES, Block
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing
+from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.reader import Bytes, strides, whole
-from elastic.checkpoint.store import Store
+from elastic.storage.errors import ObjectMissing
+from elastic.storage.store import Store
 
 INDEX = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100 << 20  # as the reference implementation

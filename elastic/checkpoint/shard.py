@@ -19,10 +19,10 @@ import numpy.typing as npt
 from elastic.checkpoint.arena import Buffer
 from elastic.checkpoint.blocks import SUB_BLOCK, Block, Table, decode_bytes, sub_blocks
 from elastic.checkpoint.errors import CheckpointError, TooNew
-from elastic.checkpoint.store import Store
 from elastic.events import Uploaded
 from elastic.plan import SnapshotKey, shard_object
 from elastic.schema import refusal
+from elastic.storage.store import Store
 
 SCHEMA = 1
 BLOCKS_TOLD = 3

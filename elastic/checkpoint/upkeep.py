@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic.checkpoint import garbage, pins
-from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
+from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import Manifest, check_present
-from elastic.checkpoint.object_store import ObjectStore
-from elastic.checkpoint.store import DirectoryStore, Store
 from elastic.checkpoint.verify import damages
 from elastic.config import ConfigError
+from elastic.storage.errors import StorageError, StorageUnavailable
+from elastic.storage.object_store import ObjectStore
+from elastic.storage.store import DirectoryStore, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ def damage_at_a_glance(store: Store, entry: Entry) -> str:
         check_present(store, manifest_of(entry))
     except StorageUnavailable:
         raise
-    except CheckpointError as error:
+    except StorageError as error:
         return str(error)
     return ""
 

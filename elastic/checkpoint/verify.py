@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from elastic.checkpoint.blocks import SUB_BLOCK, Table, check_coverage
-from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
 from elastic.checkpoint.manifest import Manifest, ShardRecord, read_index
 from elastic.checkpoint.shard import Shard, of_object, table_object
-from elastic.checkpoint.store import Store
+from elastic.storage.errors import StorageError, StorageUnavailable
+from elastic.storage.store import Store
 
 READ_BYTES = 8 * SUB_BLOCK
 THREADS = 8
@@ -65,7 +65,7 @@ def _described(store: Store, manifest: Manifest, record: ShardRecord) -> Shard |
         shard.blocks()
     except StorageUnavailable:
         raise
-    except CheckpointError as error:
+    except StorageError as error:
         return str(error)
     if (shard.key, shard.rank, shard.nbytes) != (manifest.key, record.rank, record.nbytes):
         return f"{name} describes rank {shard.rank} of {shard.key}, the manifest says otherwise"
@@ -91,7 +91,7 @@ def _damaged(store: Store, stretch: _Stretch) -> list[str]:
         data = memoryview(store.get(record.object, start, stop))
     except StorageUnavailable:
         raise
-    except CheckpointError as error:
+    except StorageError as error:
         return [str(error)]
     if len(data) != stop - start:
         return [f"{record.object}: of bytes {start} to {stop} only {len(data)} came, though its size is right"]
@@ -111,5 +111,5 @@ def _damaged_index(store: Store, manifest: Manifest, tables: dict[int, Table]) -
                 yield f"{manifest.index_object} does not say what the shards' own tables say"
     except StorageUnavailable:
         raise
-    except CheckpointError as error:
+    except StorageError as error:
         yield str(error)

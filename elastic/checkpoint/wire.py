@@ -29,9 +29,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from elastic.checkpoint.errors import CheckpointError, Damaged, StorageUnavailable
+from elastic.checkpoint.errors import CheckpointError, Damaged
 from elastic.checkpoint.shard import Shard, facts_nbytes, of_header
 from elastic.plan import Endpoint, SnapshotKey
+from elastic.storage.errors import StorageError, StorageUnavailable
 
 LENGTH = struct.Struct(">I")
 FRAME_BYTES_MAX = 16 << 20
@@ -152,7 +153,7 @@ class MoverClient:
             return parse(body.tobytes())
         except StorageUnavailable:
             raise
-        except CheckpointError as error:
+        except StorageError as error:
             raise (Damaged if isinstance(error, Damaged) else CheckpointError)(f"{self._where}: {error}") from error
 
     def _fill(self, into: npt.NDArray[np.uint8]) -> None:

@@ -29,7 +29,6 @@ from elastic import events
 from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
-from elastic.checkpoint.store import Store, store_at
 from elastic.clock import RealClock
 from elastic.cluster import ray_core
 from elastic.cluster.notices import Notices
@@ -43,6 +42,7 @@ from elastic.events import Order, Report
 from elastic.plan import RestorePlan
 from elastic.resume import Resume, about, choose, disk_folder, disk_line, save_config
 from elastic.segments import FILE, Sealer, recover
+from elastic.storage.store import Store, store_at
 from elastic.telemetry import journal
 
 logger = logging.getLogger(__name__)

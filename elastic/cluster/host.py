@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.store import store_at
 from elastic.cluster.check import HostCheck
 from elastic.cluster.children import HostError
 from elastic.cluster.crew import Crew
@@ -27,6 +25,8 @@ from elastic.config import Config
 from elastic.events import Order, Report, StepRecord
 from elastic.plan import Assignment, Endpoint, SnapshotKey
 from elastic.planner.memory import received_buffers, shard_bytes
+from elastic.storage.errors import StorageError
+from elastic.storage.store import store_at
 from elastic.telemetry.logs import host_log
 
 __all__ = ["HostError", "HostSettings", "run_host"]
@@ -115,7 +115,7 @@ def _reserve(
                 shard_bytes=shard_bytes(settings.config),
                 received_buffers=received_buffers(settings.config),
             )
-        except CheckpointError as error:
+        except StorageError as error:
             if not settings.config.admission.enabled:
                 raise
             check.no_room(str(error))

@@ -6,8 +6,8 @@ import logging
 import threading
 from pathlib import Path
 
-from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.store import Store
+from elastic.storage.errors import StorageError
+from elastic.storage.store import Store
 from elastic.telemetry.logs import PREFIX, TAIL_BYTES, Tail
 
 EVERY_S = 5.0
@@ -51,7 +51,7 @@ class LogTails:
             last = self._closing
             try:
                 self._ship()
-            except (OSError, CheckpointError) as error:
+            except (OSError, StorageError) as error:
                 if str(error) != self._failure:  # told once, not every few seconds
                     log.warning("tails of the logs are not shipped: %s", error)
                 self._failure = str(error)

@@ -14,7 +14,6 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.exceptions import RayActorError
 from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig, TrainingFailedError
 
-from elastic.checkpoint.object_store import open_filesystem
 from elastic.checkpoint.probe import check_storage
 from elastic.cluster import coordinator, ray_host
 from elastic.cluster.driver_lock import only_driver
@@ -24,6 +23,7 @@ from elastic.config import Config, ConfigError, Place
 from elastic.data.prepare import prepare_for
 from elastic.report import point_to
 from elastic.resume import Resume, choose, settle
+from elastic.storage.object_store import open_filesystem
 from elastic.worker.task import name_of
 from elastic.worker.task_check import check
 

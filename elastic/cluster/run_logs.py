@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from elastic.checkpoint.store import store_at
 from elastic.cluster.driver_lock import is_driven
 from elastic.config import Place
 from elastic.report import ReportError, entries_of
+from elastic.storage.store import store_at
 from elastic.telemetry.logs import PREFIX, Reading, Tail, first_failure, last_lines, merged, ranks_text
 
 POLL_S = 1.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 
-from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
 from elastic.checkpoint.probe import probe
-from elastic.checkpoint.store import store_at
 from elastic.config import ConfigError, Place
 from elastic.resume import saved_config
+from elastic.storage.errors import StorageError, StorageUnavailable
+from elastic.storage.store import store_at
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class StorageCheck:
                 )
         except StorageUnavailable as error:
             down = str(error)
-        except (CheckpointError, ConfigError) as error:
+        except (StorageError, ConfigError) as error:
             wrong = str(error)
         except Exception as error:  # of whatever library is below: this node can't use it either
             log.exception("the check of storage failed")

@@ -15,7 +15,6 @@ from typing import Any
 from elastic import events
 from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import store_at
 from elastic.clock import RealClock
 from elastic.cluster.local import LocalCluster
 from elastic.config import Config, ElasticError
@@ -23,6 +22,7 @@ from elastic.controller.driver import Driver
 from elastic.data.feed import fingerprint_of
 from elastic.data.prepare import prepare_for
 from elastic.resume import about, save_config
+from elastic.storage.store import store_at
 from elastic.telemetry import journal
 from elastic.telemetry.lineage import lineage, schedule
 

@@ -33,7 +33,8 @@ from elastic.data.shards import (
     dtype_of,
 )
 from elastic.data.tokenizer import BYTES, Tokenizer, open_tokenizer
-from elastic.data.writer import Writer, replace_file, sync_directory, unwritable
+from elastic.data.writer import Writer, unwritable
+from elastic.storage.files import replace_file, sync_directory
 
 PARTS = "parts"
 HOW_READ = ("documents", "packing")  # settings that change nothing in the shards
@@ -238,7 +239,9 @@ def _fill(writers: dict[Split, Writer], group: Group, recipe: Recipe, tokenizer:
             content.update(digest.digest())
             writer = writers[piece.file.split or side(digest.digest(), recipe.data.held_out_every)]
             if tokenizer is None:
-                writer.add(_checked(document, piece, recipe).astype(writer.dtype))
+                if document.mask is not None:
+                    content.update(document.mask.tobytes())
+                writer.add(_checked(document, piece, recipe).astype(writer.dtype), document.mask)
                 continue
             waiting.append((writer, document))
             nbytes += sum(map(len, document.texts))

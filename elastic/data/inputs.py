@@ -20,6 +20,7 @@ import pyarrow as pa
 from elastic.config import ConfigError
 from elastic.config_sections import Data, StorageOptions
 from elastic.data.shards import DataError, Split
+from elastic.storage.object_store import is_outage, open_filesystem
 
 Kind = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "nanogpt-bin", "numpy", "token-parquet"]
 RECORD_KINDS: tuple[Kind, ...] = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
@@ -36,6 +37,7 @@ _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _HELD_OUT = re.compile(r"(?:^|[/._-])(?:validation|valid|val|test|held[_-]?out)(?:[/._-]|$)")
 _TRAIN = re.compile(r"(?:^|[/._-])train(?:[/._-]|$)")
 _BLOCK_BYTES = 8 << 20
+_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,20 +181,7 @@ def filesystem(url: str, options: StorageOptions) -> tuple[Any, str]:
 
 @lru_cache(maxsize=4)
 def _filesystem(scheme: str, options: StorageOptions) -> Any:
-    import fsspec
-
-    if scheme not in ("s3", "s3a"):
-        return fsspec.filesystem(scheme)
-    return fsspec.filesystem(
-        scheme,
-        endpoint_url=options.endpoint,
-        use_listings_cache=False,
-        client_kwargs={"region_name": options.region} if options.region else {},
-        config_kwargs={
-            "request_checksum_calculation": options.checksums,
-            "response_checksum_validation": options.checksums,
-        },
-    )
+    return open_filesystem(f"{scheme}://", options, tries=_TRIES)[0]  # nobody above tries again
 
 
 def _version(entry: dict[str, Any]) -> str:
@@ -230,6 +219,8 @@ def unreadable(path: str, error: BaseException) -> DataError:
             f"can't read {path}: {error.strerror or error}; get the permission, or take it out of the corpus"
         )
     told = str(error).strip().partition("\n")[0]
+    if _is_url(path) and is_outage(error):
+        return DataError(f"can't read {path}: storage did not answer ({told}); what is done is kept, run it again")
     return DataError(f"{path} is damaged or no such file: {told}; make it again, or take it out of the corpus")
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from elastic.data.packed import AGAIN, DOCUMENTS_MAX, PlanFile, Table, read_table, table_name
 from elastic.data.packing import Plan, plan_of
 from elastic.data.shards import SPLITS, Corpus, DataError, Manifest, Shard, Split, read_manifest
-from elastic.data.writer import replace_file, sync_directory, unwritable
+from elastic.data.writer import unwritable
+from elastic.storage.files import replace_file, sync_directory
 
 SUFFIX = ".pack"
 _SAY_EVERY_S = 1.0

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from elastic.config import Config, ConfigError
 from elastic.config_sections import Data
-from elastic.data.feed import mixture_of, read_manifests
+from elastic.data.feed import feed_of, mixture_of, open_corpora, read_manifests
 from elastic.data.groups import (
     HOW_READ,
     PARTS,
@@ -52,7 +52,8 @@ from elastic.data.shards import (
     read_manifest,
 )
 from elastic.data.tokenizer import BYTES, open_tokenizer, read_file, sha256_of
-from elastic.data.writer import replace_file, sync_directory, unwritable
+from elastic.data.writer import unwritable
+from elastic.storage.files import replace_file, sync_directory
 
 IMPORTED = "imported"
 # Beside the manifest: what it was made from, with times. A hint for a quick second run, no part of the data.
@@ -73,11 +74,13 @@ class Tokens:
 
 def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> list[Path]:
     """As `prepare`, for a run: each of its sources, and the plans of its bins. ConfigError also where the built-in
-    model's vocabulary is smaller than the corpus's, or where what is mixed or evaluated does not fit together."""
+    model's vocabulary is smaller than the corpus's, or where what is mixed or evaluated does not fit together.
+    DataError also where it is less than a step takes."""
     manifests = _prepare_parts(config, progress, run_groups)
     if config.data.packing == "best_fit":
         for place, split in _places(config):
             make_plans(place, split, config.model.seq_len, progress=progress)
+    feed_of(config, open_corpora(config.data, "train"))
     return manifests
 
 
@@ -104,6 +107,8 @@ def check_input(config: Config) -> None:
     """What can be known without preparing. ConfigError, DataError: it would be refused."""
     if any(part.corpus == IMPORTED for part in config.data.parts().values()):
         _prepare_parts(config, lambda line: None, run_groups)
+        if config.data.packing == "none":  # else how many samples there are is known only when they are planned
+            feed_of(config, open_corpora(config.data, "train"))
         return
     mixture_of(config)
     for part in config.data.parts().values():

@@ -25,6 +25,7 @@ MANIFEST = "manifest.json"
 TOKENIZER_COPY = "tokenizer.json"
 SCHEMA = 2
 PIECE_BYTES = 1 << 20
+LOSS_MASK = "loss_mask"  # a column beside the tokens: 0 where one is not learned
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 ROWS_PER_SHARD_MIN = 4

@@ -22,7 +22,6 @@ from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.board import Progress
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.restore import restore
-from elastic.checkpoint.store import Store
 from elastic.config import Config, ElasticError, TaskError
 from elastic.data.loader import EvaluationSet, MicroBatch, Slice
 from elastic.events import Exit, StepRecord
@@ -30,6 +29,7 @@ from elastic.parallel.apply import parallelize
 from elastic.parallel.fsdp import accumulate, repeated_blocks
 from elastic.parallel.mesh import build_mesh
 from elastic.plan import Assignment, RestorePlan, SnapshotKey
+from elastic.storage.store import Store
 from elastic.worker.pace import Pace
 from elastic.worker.probes import Probes
 from elastic.worker.schedule import Schedule, rates_of

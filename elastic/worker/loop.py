@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from elastic.checkpoint import save
 from elastic.checkpoint.arena import Arena
-from elastic.checkpoint.errors import CheckpointError, Damaged, SourceFailed, StateError, StorageUnavailable
-from elastic.checkpoint.store import store_at
+from elastic.checkpoint.errors import Damaged, SourceFailed, StateError
 from elastic.config import Config, ConfigError, TaskError
 from elastic.config_sections import Sizes
 from elastic.data.feed import feed_of, open_corpora, open_corpus
@@ -33,6 +32,8 @@ from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
 from elastic.plan import Assignment, Endpoint, Member
 from elastic.planner.search import choose
+from elastic.storage.errors import StorageError, StorageUnavailable
+from elastic.storage.store import store_at
 from elastic.telemetry.logs import trainer_log
 from elastic.worker import declared, task
 from elastic.worker.context import Context, Seat, SnapshotBlocked
@@ -120,7 +121,7 @@ def _train(inheritance: Inheritance, assignment: Assignment, seat: Seat, corpora
         damaged = isinstance(error, Damaged)
         detail = str(error) if ours or damaged else traceback_tail(error)
         print(traceback_tail(error), file=sys.stderr)
-        peers = is_peer_failure(error) or isinstance(error, CheckpointError)
+        peers = is_peer_failure(error) or isinstance(error, StorageError)
         kind = "user" if ours or not peers else "storage" if isinstance(error, StorageUnavailable) else "peer"
         blame = error.host if isinstance(error, SourceFailed) else ""
         return Exit(kind=kind, step=ctx.step, code=1, detail=detail, blame=blame, damaged=damaged)  # type: ignore[arg-type]  # one of the three
@@ -263,14 +264,15 @@ class MadeUpCorpora(Corpora):
     """Zeros in place of text, for a rehearsal."""
 
     def __init__(self, config: Config) -> None:
-        length = 4 * config.model.seq_len + 1
-        documents = np.arange(0, length + 2, 3, dtype=np.uint64)
-        documents[-1] = length
+        # More than a step takes, in windows and in bins; two documents in each. No memory is behind zeros not written.
+        seq_len, windows = config.model.seq_len, 2 * config.batch.global_samples
+        begins = np.arange(windows, dtype=np.uint64) * np.uint64(seq_len)
+        documents = np.append(np.stack([begins, begins + np.uint64(seq_len // 3)], axis=1), windows * seq_len + 1)
         made_up = (PackedCorpus if config.data.packing == "best_fit" else Corpus)(
             fingerprint="",
             vocab_size=config.model.vocab_size,
-            values=[np.zeros(length, dtype=np.uint16)],
-            documents=[documents],
+            values=[np.zeros(windows * seq_len + 1, dtype=np.uint16)],
+            documents=[documents.astype(np.uint64)],
         )
         made_up.is_apart = config.data.documents == "apart"
         self.train = self.held_out = dict.fromkeys(config.data.parts(), made_up)

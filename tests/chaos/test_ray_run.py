@@ -14,10 +14,10 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import open_store
 from elastic.cluster import coordinator
 from elastic.cluster.ray_nodes import LocalNodes
 from elastic.cluster.ray_train import ElasticTrainer
+from elastic.storage.store import open_store
 from elastic.telemetry import journal
 from tests.process.running import small
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store
+from elastic.storage.store import DirectoryStore, MemoryStore, Store
 
 
 @pytest.fixture(params=["directory", "memory"])

@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from elastic.checkpoint import shard as shards
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.save import Entry, Snapshotter, local
-from elastic.checkpoint.store import Store
 from elastic.plan import RestorePlan, ShardSource
+from elastic.storage.store import Store
 from tests.checkpoint.hosts import key
 
 Tensors = Mapping[str, torch.Tensor]

@@ -20,11 +20,11 @@ from elastic.checkpoint.reader import Reader, whole
 from elastic.checkpoint.restore import restore
 from elastic.checkpoint.save import Entry, entries, local, owned, wanted
 from elastic.checkpoint.shard import Shard, table_object, to_object
-from elastic.checkpoint.store import DirectoryStore, Store, store_at
 from elastic.config import Config
 from elastic.events import Uploaded
 from elastic.model.transformer import Transformer, initialise, loss_sum
 from elastic.plan import SnapshotKey
+from elastic.storage.store import DirectoryStore, Store, store_at
 from tests.parallel.ranks import run
 from tests.process.running import small
 

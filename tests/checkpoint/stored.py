@@ -13,9 +13,9 @@ from elastic.checkpoint.blocks import SUB_BLOCK, Block, encode_bytes, place
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import About, Manifest, build
 from elastic.checkpoint.shard import Shard, table_object, to_object
-from elastic.checkpoint.store import Store
 from elastic.events import Uploaded
 from elastic.plan import SnapshotKey
+from elastic.storage.store import Store
 from tests.checkpoint.hosts import key
 
 ABOUT = About(run="r", fingerprint="f")

@@ -21,14 +21,15 @@ import torch
 from elastic.checkpoint import pins
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.committer import Committer
-from elastic.checkpoint.errors import CheckpointError, StateError
+from elastic.checkpoint.errors import StateError
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
 from elastic.checkpoint.restore import restore
-from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store
 from elastic.checkpoint.verify import damages
 from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted, CommitFailed
+from elastic.storage.errors import StorageError
+from elastic.storage.store import DirectoryStore, MemoryStore, Store
 from tests.checkpoint.hosts import TOKEN, key
 from tests.checkpoint.stored import ABOUT, commits, save, upload
 from tests.checkpoint.test_log import LIMIT_S, outcome
@@ -162,7 +163,7 @@ def in_child(call: Callable[[], str]) -> str:
 def refusal(call: Callable[[], object]) -> str:
     try:
         return f"not refused: {call()}"
-    except CheckpointError as error:
+    except StorageError as error:
         return str(error)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from elastic.checkpoint.bandwidth import Bandwidth
-from elastic.checkpoint.store import PIECE_BYTES, DirectoryStore
+from elastic.storage.bandwidth import Bandwidth
+from elastic.storage.store import PIECE_BYTES, DirectoryStore
 
 
 class Time:

@@ -11,12 +11,13 @@ import torch
 
 from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.blocks import SUB_BLOCK
-from elastic.checkpoint.errors import CheckpointError, StorageUnavailable
+from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
 from elastic.checkpoint.restore import restore
-from elastic.checkpoint.store import MemoryStore
 from elastic.checkpoint.verify import damages
+from elastic.storage.errors import StorageUnavailable
+from elastic.storage.store import MemoryStore
 from tests.checkpoint.hosts import TOKEN, key
 from tests.checkpoint.stored import State, save
 

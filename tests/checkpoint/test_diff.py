@@ -11,7 +11,7 @@ import torch
 from elastic.checkpoint import diff
 from elastic.checkpoint.blocks import SUB_BLOCK
 from elastic.checkpoint.reader import Reader
-from elastic.checkpoint.store import MemoryStore
+from elastic.storage.store import MemoryStore
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import save
 

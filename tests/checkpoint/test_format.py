@@ -11,7 +11,7 @@ import pytest
 
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import read_index
-from elastic.checkpoint.store import DirectoryStore
+from elastic.storage.store import DirectoryStore
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import commits
 

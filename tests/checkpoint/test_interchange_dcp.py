@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from elastic.checkpoint.dcp import METADATA
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.save import entries
-from elastic.checkpoint.store import store_at
 from elastic.config import Config, ConfigError
 from elastic.interchange import export_run, import_run
+from elastic.storage.store import store_at
 from tests.checkpoint.llamas import (
     State,
     build_model,

@@ -23,12 +23,12 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.reader import Reader, whole
 from elastic.checkpoint.safetensors_file import INDEX
 from elastic.checkpoint.save import entries
-from elastic.checkpoint.store import DirectoryStore, store_at
 from elastic.checkpoint.values import FLOATS, cast
 from elastic.config import Config, ConfigError
 from elastic.interchange import export_run, import_run
 from elastic.model.transformer import Transformer
 from elastic.resume import Resume, about, choose, save_config
+from elastic.storage.store import DirectoryStore, store_at
 from elastic.worker.pretrain import LanguageModel
 from tests.checkpoint.hosts import ROOT
 from tests.checkpoint.llamas import (

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from elastic.checkpoint.errors import CheckpointError, StateError
 from elastic.checkpoint.restore import Restored, restore
 from elastic.checkpoint.save import Entry
-from elastic.checkpoint.store import MemoryStore
+from elastic.storage.store import MemoryStore
 from tests.checkpoint.hosts import TOKEN
 from tests.checkpoint.layouts import Layout, Tensors, ddp, fsdp, hsdp, nowhere, of_rank, right, save
 

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from elastic.checkpoint.committer import Committer
-from elastic.checkpoint.errors import CheckpointError, Fenced, ObjectMissing, TooNew
+from elastic.checkpoint.errors import CheckpointError, Fenced, TooNew
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import build, restore_plan
 from elastic.checkpoint.shard import check, of_object, sign, table_object
-from elastic.checkpoint.store import DirectoryStore, Store, open_store
 from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted, CommitFailed
+from elastic.storage.errors import ObjectMissing, StorageError
+from elastic.storage.store import DirectoryStore, Store, open_store
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import ABOUT, commits, manifest, upload
 
@@ -47,7 +48,7 @@ def test_the_contract_of_a_store(store: Store) -> None:
     with pytest.raises(ObjectMissing):
         store.get("data/a/0.bin")
     for bad in ("", "/x", "a//b", "../x", "a/.hidden"):
-        with pytest.raises(CheckpointError):
+        with pytest.raises(StorageError):
             store.put(bad, b"")
 
 
@@ -72,9 +73,9 @@ def test_a_folder_that_another_writer_empties_is_made_again(tmp_path: Path) -> N
 
 def test_what_storage_refuses_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="can't write"):
+    with pytest.raises(StorageError, match="can't write"):
         open_store(str(tmp_path / "file")).put("data/0.bin", b"x")
-    with pytest.raises(CheckpointError, match="storage nosuch://: "):
+    with pytest.raises(StorageError, match="storage nosuch://: "):
         open_store("nosuch://x")
     open_store(f"file://{tmp_path}/ok").put("data/0.bin", b"x")
     assert (tmp_path / "ok/data/0.bin").read_bytes() == b"x"

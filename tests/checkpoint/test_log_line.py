@@ -6,7 +6,7 @@ import pytest
 
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import SEED, CommitLog
-from elastic.checkpoint.store import MemoryStore, Store
+from elastic.storage.store import MemoryStore, Store
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import commits, manifest
 

@@ -18,9 +18,9 @@ from elastic.checkpoint.blocks import SUB_BLOCK
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.mover import uploaded_of
 from elastic.checkpoint.shard import Shard, of_buffer, of_object, table_object
-from elastic.checkpoint.store import DirectoryStore
 from elastic.checkpoint.wire import LENGTH, MoverClient, frame, parse
 from elastic.plan import Endpoint, SnapshotKey
+from elastic.storage.store import DirectoryStore
 from tests.checkpoint.hosts import LIMIT_S, ROOT, TOKEN, Host, hosts, key, random_bytes
 
 MB = 1 << 20

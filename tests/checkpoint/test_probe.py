@@ -8,8 +8,8 @@ import pytest
 
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.probe import check_storage, try_storage
-from elastic.checkpoint.store import DirectoryStore, store_at
 from elastic.config import ConfigError, Place
+from elastic.storage.store import DirectoryStore, store_at
 
 
 def told(place: Place) -> str:

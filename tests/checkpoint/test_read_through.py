@@ -18,15 +18,16 @@ import pytest
 import torch
 
 from elastic.checkpoint import read_through
-from elastic.checkpoint.errors import Damaged, StorageUnavailable
-from elastic.checkpoint.object_store import ObjectStore
+from elastic.checkpoint.errors import Damaged
 from elastic.checkpoint.read_through import PART_BYTES, ReadThrough, in_parts, stored_shard
 from elastic.checkpoint.restore import Restored, restore
 from elastic.checkpoint.save import Entry, local
 from elastic.checkpoint.shard import of_object, to_object
-from elastic.checkpoint.store import DirectoryStore, MemoryStore
 from elastic.checkpoint.wire import frame, frame_length, parse
 from elastic.plan import Endpoint, RestorePlan
+from elastic.storage.errors import StorageUnavailable
+from elastic.storage.object_store import ObjectStore
+from elastic.storage.store import DirectoryStore, MemoryStore
 from tests.checkpoint.hosts import LIMIT_S, TOKEN, Host, hosts, key
 from tests.checkpoint.layouts import Layout, Tensors, ddp, fsdp, hsdp, nowhere, of_rank, right, save
 from tests.checkpoint.web import Web, web

@@ -18,7 +18,7 @@ from elastic.checkpoint.blocks import Block
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.manifest import Manifest
 from elastic.checkpoint.reader import Reader, slices, whole, windows
-from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store
+from elastic.storage.store import DirectoryStore, MemoryStore, Store
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import ABOUT, save
 

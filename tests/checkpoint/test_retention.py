@@ -16,9 +16,9 @@ from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import Manifest
-from elastic.checkpoint.store import DirectoryStore, MemoryStore, Store
 from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted
+from elastic.storage.store import DirectoryStore, MemoryStore, Store
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import ABOUT, commits, manifest, upload
 from tests.checkpoint.test_log import outcome

@@ -21,8 +21,8 @@ from elastic.checkpoint.manifest import build, restore_plan
 from elastic.checkpoint.mover import uploaded_of
 from elastic.checkpoint.restore import Restored, restore
 from elastic.checkpoint.save import REPLICATED_BYTES_MAX, Entry, Snapshotter, entries, local, materialise
-from elastic.checkpoint.store import DirectoryStore, MemoryStore
 from elastic.plan import RestorePlan, ShardSource
+from elastic.storage.store import DirectoryStore, MemoryStore
 from tests.checkpoint.hosts import TOKEN, Host, hosts, key
 from tests.checkpoint.stored import ABOUT
 from tests.parallel.ranks import run

@@ -7,8 +7,8 @@ import pytest
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.probe import probe
 from elastic.checkpoint.shard import table_object
-from elastic.checkpoint.store import MemoryStore
 from elastic.checkpoint.verify import damages
+from elastic.storage.store import MemoryStore
 from tests.checkpoint.hosts import key
 from tests.checkpoint.stored import manifest
 

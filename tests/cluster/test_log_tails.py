@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from elastic.checkpoint.errors import CheckpointError
-from elastic.checkpoint.store import MemoryStore
 from elastic.cluster import log_tails
 from elastic.cluster.log_tails import LogTails
+from elastic.storage.store import MemoryStore
 from elastic.telemetry.logs import PREFIX, TAIL_BYTES, Tail
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from elastic.checkpoint.store import store_at
 from elastic.cluster.storage_check import StorageCheck
 from elastic.config import Config, Place
 from elastic.resume import save_config
+from elastic.storage.store import store_at
 
 LIMIT_S = 60.0
 

@@ -11,7 +11,6 @@ from elastic import events
 from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import About, restore_plan
-from elastic.checkpoint.store import store_at
 from elastic.clock import RealClock
 from elastic.cluster.coordinator import Coordinator
 from elastic.cluster.host import HostSettings
@@ -23,6 +22,7 @@ from elastic.data.prepare import prepare
 from elastic.events import HostGone, Order, Report, StepRecord
 from elastic.plan import Endpoint
 from elastic.resume import save_config
+from elastic.storage.store import store_at
 from elastic.telemetry import journal
 
 LIMIT_S = 180.0

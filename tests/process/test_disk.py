@@ -16,13 +16,13 @@ import pytest
 
 from elastic import segments
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import store_at
 from elastic.cluster import twin
 from elastic.cluster.coordinator import Coordinator
 from elastic.cluster.host import HostSettings, run_host
 from elastic.config import Config
 from elastic.proof import verify_data
 from elastic.resume import Resume, choose
+from elastic.storage.store import store_at
 from elastic.telemetry import ledger
 from elastic.worker.template import die_with_parent
 from tests.process.running import LIMIT_S, settings_of, small

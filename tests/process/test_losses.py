@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import store_at
 from elastic.controller.state import Phase
 from elastic.proof import verify_data
+from elastic.storage.store import store_at
 from elastic.telemetry import journal
 from elastic.telemetry.lineage import lineage
 from tests.process.running import Running, small

@@ -13,13 +13,13 @@ import ray
 
 from elastic import segments
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import store_at
 from elastic.cluster.coordinator import GENERATIONS_LOST_MAX, Coordinator
 from elastic.cluster.host import run_host
 from elastic.config import Config
 from elastic.proof import verify_data
 from elastic.report import summary_lines
 from elastic.resume import Resume
+from elastic.storage.store import store_at
 from elastic.telemetry import ledger
 from elastic.telemetry.lineage import lineage
 from elastic.worker.template import die_with_parent

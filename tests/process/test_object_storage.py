@@ -13,13 +13,13 @@ import pytest
 import s3fs
 
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.store import store_at
 from elastic.checkpoint.verify import damages
 from elastic.cluster import twin
 from elastic.config import Config
 from elastic.controller.state import Phase
 from elastic.events import StopRequested
 from elastic.report import durability_line
+from elastic.storage.store import store_at
 from elastic.telemetry import journal
 from elastic.telemetry.lineage import lineage
 from tests.process.running import Running, small

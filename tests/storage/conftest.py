@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import s3fs
 
-from elastic.checkpoint.object_store import ObjectStore
 from elastic.config_sections import StorageOptions
+from elastic.storage.object_store import ObjectStore
 from tests.storage.servers import KEY, SECRET, Proxy, Seaweed, credentials
 
 _numbers = itertools.count()

@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from elastic.checkpoint.object_store import ObjectStore
-from elastic.checkpoint.store import DirectoryStore
 from elastic.config_sections import StorageOptions
+from elastic.storage.object_store import ObjectStore
+from elastic.storage.store import DirectoryStore
 from tests.storage import protocol
 from tests.storage.disk import Disk, watched
 

@@ -22,15 +22,16 @@ from elastic.checkpoint.committer import Committer
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import read_index
-from elastic.checkpoint.object_store import ObjectStore
 from elastic.checkpoint.shard import put_shard
-from elastic.checkpoint.store import DirectoryStore, Store
 from elastic.checkpoint.upkeep import collect
 from elastic.checkpoint.verify import damages
 from elastic.config_sections import Checkpoint
 from elastic.events import CheckpointCommitted, Uploaded
 from elastic.plan import SnapshotKey
 from elastic.segments import Sealer, recover
+from elastic.storage.errors import StorageError
+from elastic.storage.object_store import ObjectStore
+from elastic.storage.store import DirectoryStore, Store
 from elastic.telemetry import journal
 from tests.checkpoint.stored import ABOUT
 
@@ -147,7 +148,7 @@ def attempt(store: Store, aside: Path, *, steps: int, tell: Tell, large_bytes: i
                 try:
                     committer.submit(key, hosts.upload(key, number), {})
                     tell("committed", number, step, _number(committer))
-                except CheckpointError as error:
+                except StorageError as error:
                     tell("failed", str(error))
             assert committer.close(LIMIT_S)
     finally:

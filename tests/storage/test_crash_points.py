@@ -19,11 +19,11 @@ import torch
 
 from elastic.checkpoint.log import CommitLog, Entry
 from elastic.checkpoint.manifest import restore_plan
-from elastic.checkpoint.object_store import PART_BYTES, ObjectStore
 from elastic.checkpoint.restore import restore
-from elastic.checkpoint.store import DirectoryStore, Store
 from elastic.config_sections import StorageOptions
 from elastic.segments import FILE
+from elastic.storage.object_store import PART_BYTES, ObjectStore
+from elastic.storage.store import DirectoryStore, Store
 from tests.checkpoint.layouts import nowhere
 from tests.storage.crashes import Told, Writer, on_directory, on_objects, writer
 from tests.storage.disk import Disk, watched

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.object_store import PART_BYTES, ObjectStore
 from elastic.checkpoint.reader import Reader
 from elastic.checkpoint.save import entries
-from elastic.checkpoint.store import store_at
 from elastic.config import Config
 from elastic.config_sections import StorageOptions
 from elastic.interchange import Format, export_run, import_run
+from elastic.storage.object_store import PART_BYTES, ObjectStore
+from elastic.storage.store import store_at
 from tests.checkpoint.llamas import State, build_model, commit, job, store_shard
 from tests.storage.servers import Proxy, Request
 

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 from elastic import segments
-from elastic.checkpoint import s3_bytes
-from elastic.checkpoint.bandwidth import Bandwidth
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.object_store import PART_BYTES, ObjectStore
 from elastic.checkpoint.probe import check_storage, probe
-from elastic.checkpoint.store import store_at
 from elastic.cluster.ray_train import checkpoint_of
 from elastic.config import ConfigError, Place
 from elastic.config_sections import StorageOptions
+from elastic.storage import s3_bytes
+from elastic.storage.bandwidth import Bandwidth
+from elastic.storage.errors import ObjectMissing, StorageError, StorageUnavailable
+from elastic.storage.object_store import PART_BYTES, ObjectStore
+from elastic.storage.store import store_at
 from elastic.telemetry import journal
 from tests.storage.servers import Proxy, Request
 
@@ -76,7 +76,7 @@ def test_an_upload_keeps_to_its_limit(url: str, options: StorageOptions, monkeyp
 
 def test_a_large_upload_that_is_given_up_leaves_no_parts(store: ObjectStore, proxy: Proxy) -> None:
     proxy.rule = Times(9, "403 AccessDenied", lambda request: "partNumber=2" in request.path)
-    with pytest.raises(CheckpointError, match=r"can't write part 2 of .*/data/1/0.bin: AccessDenied"):
+    with pytest.raises(StorageError, match=r"can't write part 2 of .*/data/1/0.bin: AccessDenied"):
         store.put("data/1/0.bin", os.urandom(3 * PART_BYTES))
     assert [request.method for request in proxy.requests if "uploadId" in request.path][-1] == "DELETE"
 
@@ -162,7 +162,7 @@ def test_mistakes_are_one_sentence_at_once(
 ) -> None:
     def refusal(store: ObjectStore) -> str:
         before = len(proxy.requests)
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(StorageError) as caught:
             store.put("data/1/0.bin", b"x")
         assert len(proxy.requests) - before <= 2, "no use in trying again"
         return str(caught.value)
@@ -187,7 +187,7 @@ def test_mistakes_are_one_sentence_at_once(
 
 def test_nobody_listens(url: str) -> None:
     store = ObjectStore(url, StorageOptions(endpoint="http://127.0.0.1:9", deadline_s=1.0))
-    with pytest.raises(CheckpointError, match="is the endpoint right and reachable"):
+    with pytest.raises(StorageError, match="is the endpoint right and reachable"):
         store.list("data/")
 
 

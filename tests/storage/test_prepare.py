@@ -13,7 +13,7 @@ from elastic.config_sections import StorageOptions
 from elastic.data.prepare import prepare
 from elastic.data.shards import DataError
 from tests.data.inputs import WRITERS, as_jsonl, contents, data_of, prepared_of, quiet, rows
-from tests.storage.servers import KEY, SECRET, Seaweed
+from tests.storage.servers import KEY, SECRET, Proxy, Seaweed
 
 
 @pytest.fixture
@@ -53,6 +53,16 @@ def test_an_object_that_changes_while_it_is_read_is_refused(
 
     with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
         prepare(data_of(url, tmp_path / "out", corpus_options=options), progress=quiet, run_groups=run_groups)
+
+
+def test_storage_that_does_not_answer_is_no_damaged_file(
+    tmp_path: Path, fs: Any, url: str, options: StorageOptions, proxy: Proxy
+) -> None:
+    fs.pipe_file(f"{url}/a.jsonl", as_jsonl(rows(200)))
+    proxy.rule = lambda request: "503 InternalError" if request.method == "GET" and "a.jsonl" in request.path else ""
+    with pytest.raises(DataError, match=r"can't read s3://.*a\.jsonl: storage did not answer \(.*\); what is done"):
+        through = options.model_copy(update={"endpoint": proxy.endpoint})
+        prepare(data_of(url, tmp_path / "out", corpus_options=through), progress=quiet)
 
 
 def test_what_is_not_there_or_forbidden_is_said(

@@ -11,10 +11,10 @@ import s3fs
 
 from elastic import cli
 from elastic.checkpoint.log import CommitLog
-from elastic.checkpoint.object_store import ObjectStore
 from elastic.config import Place
 from elastic.config_sections import StorageOptions
 from elastic.report import point_to
+from elastic.storage.object_store import ObjectStore
 from tests.checkpoint.stored import commits
 from tests.storage.servers import KEY, SECRET, Seaweed
 

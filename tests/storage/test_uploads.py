@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 from elastic.checkpoint.arena import State
-from elastic.checkpoint.object_store import ObjectStore
 from elastic.config_sections import StorageOptions
+from elastic.storage.object_store import ObjectStore
 from tests.checkpoint.hosts import LIMIT_S, Host, key, random_bytes
 from tests.storage.servers import Proxy, Request
 

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,12 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from elastic.checkpoint import s3_bytes
-from elastic.checkpoint.bandwidth import Bandwidth
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
-from elastic.checkpoint.s3_bytes import PART_BYTES, PARTS_AT_ONCE
-from elastic.checkpoint.store import check_key
 from elastic.config_sections import StorageOptions
+from elastic.storage import s3_bytes
+from elastic.storage.bandwidth import Bandwidth
+from elastic.storage.errors import ObjectMissing, StorageError, StorageUnavailable
+from elastic.storage.s3_bytes import PART_BYTES, PARTS_AT_ONCE
+from elastic.storage.store import check_key
 
 RETRY_S = (0.1, 5.0)
 CONNECT_S, ANSWER_S = 5, 30
@@ -50,6 +51,8 @@ _HELP = {
     "NotImplemented": "the service does not know this request",
 }
 
+_CLIENTS = ("botocore", "urllib3", "aiobotocore", "aiohttp")
+
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -59,7 +62,7 @@ class ObjectStore:
     fork; opened at first use."""
 
     def __init__(self, url: str, options: StorageOptions | None = None) -> None:
-        """CheckpointError: no filesystem for this kind of URL."""
+        """StorageError: no filesystem for this kind of URL."""
         self._url = url.rstrip("/")
         self._scheme = urlsplit(url).scheme
         self._options = options or StorageOptions()
@@ -76,7 +79,7 @@ class ObjectStore:
             return  # one PUT is stored whole or refused: it tells its length
         size = self._request(f"look at {key}", lambda fs: fs.info(path, refresh=True)["size"])
         if size != len(view):
-            raise CheckpointError(f"{self._url}/{key} has {size} bytes after {len(view)} were written; is it full?")
+            raise StorageError(f"{self._url}/{key} has {size} bytes after {len(view)} were written; is it full?")
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
@@ -177,13 +180,13 @@ class ObjectStore:
             self._opened = None
 
     def _request(self, what: str, call: Callable[[Any], T]) -> T:
-        """ObjectMissing; CheckpointError: another try is useless; StorageUnavailable: the deadline has passed."""
+        """ObjectMissing; StorageError: another try is useless; StorageUnavailable: the deadline has passed."""
         deadline_s, wait_s, tries = time.monotonic() + self._deadline_s, RETRY_S[0], 0
         while True:
             tries += 1
             try:
                 return call(self._filesystem()[0])
-            except CheckpointError:
+            except StorageError:
                 raise
             except Exception as error:  # of whatever library is below
                 code = _code(error)
@@ -191,7 +194,7 @@ class ObjectStore:
                     raise ObjectMissing(f"{self._url}: can't {what}: it does not exist") from error
                 left_s = deadline_s - time.monotonic()
                 if not _may_pass(error, code):
-                    raise CheckpointError(self._sentence(what, error, code, tries)) from error
+                    raise StorageError(self._sentence(what, error, code, tries)) from error
                 if left_s <= 0:
                     raise StorageUnavailable(self._sentence(what, error, code, tries)) from error
                 if code in _NEW_CREDENTIALS:
@@ -214,14 +217,14 @@ def _filesystem_class(scheme: str) -> Any:
     try:
         return fsspec.get_filesystem_class(scheme)
     except (ValueError, ImportError) as error:
-        raise CheckpointError(
+        raise StorageError(
             f"storage {scheme}://: {error}; wanted a directory's path, file://, s3:// or a scheme whose fsspec package "
             "is installed"
         ) from error
 
 
-def open_filesystem(url: str, options: StorageOptions) -> tuple[Any, str]:
-    """A filesystem of its own, and the run's root in it."""
+def open_filesystem(url: str, options: StorageOptions, *, tries: int = 1) -> tuple[Any, str]:
+    """A filesystem of its own, and the path in it. `tries` of each request, where nobody above tries again."""
     import fsspec
 
     if not url.startswith(("s3://", "s3a://")):
@@ -236,7 +239,7 @@ def open_filesystem(url: str, options: StorageOptions) -> tuple[Any, str]:
         config_kwargs={
             "connect_timeout": CONNECT_S,
             "read_timeout": ANSWER_S,
-            "retries": {"total_max_attempts": 1},
+            "retries": {"total_max_attempts": tries},
             "max_pool_connections": 2 * PARTS_AT_ONCE,
             "request_checksum_calculation": options.checksums,
             "response_checksum_validation": options.checksums,
@@ -244,7 +247,7 @@ def open_filesystem(url: str, options: StorageOptions) -> tuple[Any, str]:
             "s3": {"payload_signing_enabled": False},
         },
     )
-    fs.retries = 1
+    fs.retries = tries
     fs.blocking = s3_bytes.client_like(fs)
     return fs, root.rstrip("/")
 
@@ -326,6 +329,15 @@ def _answer_of(error: BaseException) -> Mapping[str, Any]:
     return {}
 
 
+def is_outage(error: BaseException) -> bool:
+    """Whether a filesystem's error says that the service did not answer, or not now."""
+    if (code := _code(error)) in _AGAIN:
+        return True
+    module = type(error).__module__.partition(".")[0]
+    is_network = isinstance(error, ConnectionError | TimeoutError | socket.gaierror) or module in _CLIENTS
+    return not code and is_network and not (isinstance(error, Exception) and _is_mistake(error))
+
+
 def _may_pass(error: Exception, code: str) -> bool:
     """Whether another try may go better: throttling, a fault of the service, the network, expired credentials."""
     if code:
@@ -334,8 +346,7 @@ def _may_pass(error: Exception, code: str) -> bool:
         return False
     if isinstance(error, OSError | TimeoutError | EOFError):
         return error.errno not in (errno.EINVAL, errno.ENOSYS) if isinstance(error, OSError) else True
-    module = type(error).__module__.partition(".")[0]
-    return module in ("botocore", "urllib3", "aiobotocore", "aiohttp") and not _is_mistake(error)
+    return type(error).__module__.partition(".")[0] in _CLIENTS and not _is_mistake(error)
 
 
 def _is_mistake(error: Exception) -> bool:

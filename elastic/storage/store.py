@@ -15,10 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Protocol
 
-from elastic.checkpoint.bandwidth import Bandwidth
-from elastic.checkpoint.errors import CheckpointError, ObjectMissing, StorageUnavailable
 from elastic.config import Place
 from elastic.config_sections import StorageOptions
+from elastic.storage.bandwidth import Bandwidth
+from elastic.storage.errors import ObjectMissing, StorageError, StorageUnavailable
+from elastic.storage.files import sync_directory
 
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # full for now, or a mount away
 _TMP = ".tmp-"  # no key has a part that begins so: a half-written file is never an object
@@ -29,7 +30,7 @@ NO_LIMIT = Bandwidth(0)
 
 
 class Store(Protocol):
-    """Objects by key ("data/1-3-50/0.bin"). Every method may raise CheckpointError; StorageUnavailable: it may pass."""
+    """Objects by key ("data/1-3-50/0.bin"). Every method may raise StorageError; StorageUnavailable: it may pass."""
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Durable on return; the key must be nobody else's."""
@@ -50,13 +51,13 @@ class Store(Protocol):
 def open_store(url: str, options: StorageOptions | None = None) -> Store:
     """A directory's path or `file://` URL (made when the first object is written), or any other URL that fsspec knows.
 
-    CheckpointError: it knows no such scheme. Nothing is connected before the first request.
+    StorageError: it knows no such scheme. Nothing is connected before the first request.
     """
     scheme, separator, path = url.partition("://")
     if not separator or scheme == "file":
         limit = Bandwidth(1e6 * (options or StorageOptions()).upload_mbs_max)
         return DirectoryStore(Path(path if separator else url), limit)
-    from elastic.checkpoint.object_store import ObjectStore
+    from elastic.storage.object_store import ObjectStore
 
     return ObjectStore(url, options)
 
@@ -69,7 +70,7 @@ def store_at(place: Place) -> Store:
 def check_key(key: str) -> None:
     # .metadata: what makes a folder a checkpoint of torch.distributed.checkpoint.
     if not key or any(part == "" or (part.startswith(".") and part != ".metadata") for part in key.split("/")):
-        raise CheckpointError(f"key {key!r}: wanted parts joined by /, none of them empty or hidden")
+        raise StorageError(f"key {key!r}: wanted parts joined by /, none of them empty or hidden")
 
 
 class DirectoryStore:
@@ -83,7 +84,7 @@ class DirectoryStore:
     def put(self, key: str, data: bytes | memoryview) -> None:
         with self._written_aside(key, data) as (aside, path):
             os.replace(aside, path)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         with self._written_aside(key, data) as (aside, path):
@@ -91,7 +92,7 @@ class DirectoryStore:
                 os.link(aside, path)  # unlike rename, fails where the name is taken
             except FileExistsError:
                 return False
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
             return True
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -180,7 +181,7 @@ class DirectoryStore:
             self._make_directory(folder.parent)
         folder.mkdir(exist_ok=True)
         with suppress(PermissionError):  # the root's parent may be one that only others may read
-            _sync_directory(folder.parent)
+            sync_directory(folder.parent)
         if len(self._durable) >= FOLDERS_MAX:
             self._durable.clear()
         self._durable.add(folder)
@@ -199,16 +200,8 @@ def _refuse_to_list(error: OSError) -> None:
         raise _failure(error)(f"can't list {error.filename}: {error.strerror}") from error
 
 
-def _failure(error: OSError) -> type[CheckpointError]:
-    return StorageUnavailable if error.errno in _MAY_PASS else CheckpointError
-
-
-def _sync_directory(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _failure(error: OSError) -> type[StorageError]:
+    return StorageUnavailable if error.errno in _MAY_PASS else StorageError
 
 
 class MemoryStore:
