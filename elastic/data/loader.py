@@ -23,6 +23,7 @@ from elastic.plan import Plan
 PADDING_ID = 2**64 - 1
 AHEAD_BYTES = 16 << 20
 AHEAD_STEPS_MAX = 64
+IDS_AT_ONCE = 4096
 READ_BYTES = 1 << 20  # in one go: larger arrays leave the caches, and their memory is new to the process each time
 _READ_WAIT_S = 120.0
 _CLOSE_WAIT_S = 10.0
@@ -119,7 +120,9 @@ class Loader:
         self._feed = feed
         self._global_samples = global_samples
         self._share = plan.share_of(rank)
-        self._micro_batches = plan.micro_batches
+        rows = np.array_split(np.arange(self._share[1] - self._share[0]), plan.micro_batches)
+        self._cuts = [(int(part[0]), int(part[-1]) + 1) for part in rows]
+        self._known: tuple[int, Numbers] = (0, np.empty((0, 0), dtype=np.uint64))  # first step, ids [steps, share]
         corpus = feed.corpora[0]
         token_bytes = corpus.dtype.itemsize + (3 if corpus.is_apart else 0)  # its document, whether it is learned
         step_bytes = (self._share[1] - self._share[0]) * (feed.seq_len + 1) * token_bytes
@@ -139,19 +142,28 @@ class Loader:
 
     def read(self, step: int, steps: int = 1) -> list[list[Slice]]:
         """The same of several steps, read now in this thread, in one go: each call has its price."""
-        start, stop = self._share
-        firsts = np.arange(step, step + steps, dtype=np.uint64) * np.uint64(self._global_samples)
-        numbers = np.add.outer(firsts, np.arange(start, stop, dtype=np.uint64)).ravel()
-        ids = self._feed.ids(numbers)
+        ids = self.ids(step, steps)
         read = self._feed.read(ids)
+        start, stop = self._share
         share, found = stop - start, []
-        for at in range(0, steps * share, share):
+        for number in range(steps):
             slices = []
-            for rows in np.array_split(np.arange(at, at + share), self._micro_batches):
-                a, b = int(rows[0]), int(rows[-1]) + 1
-                slices.append(Slice(rows=read.part(a, b), ids=ids[a:b], first_sample=int(numbers[a])))
+            for a, b in self._cuts:
+                at, first = number * share, (step + number) * self._global_samples + start + a
+                slices.append(Slice(rows=read.part(at + a, at + b), ids=ids[at + a : at + b], first_sample=first))
             found.append(slices)
         return found
+
+    def ids(self, step: int, steps: int) -> Numbers:
+        """Of this rank's samples in these steps, in their order."""
+        start, stop = self._share
+        first, known = self._known
+        if not first <= step <= step + steps <= first + len(known):
+            at_once = max(steps, IDS_AT_ONCE // max(1, stop - start))  # one by one they would take most of the time
+            firsts = np.arange(step, step + at_once, dtype=np.uint64) * np.uint64(self._global_samples)
+            numbers = np.add.outer(firsts, np.arange(start, stop, dtype=np.uint64))
+            first, known = self._known = step, self._feed.ids(numbers.ravel()).reshape(numbers.shape)
+        return known[step - first : step - first + steps].ravel()
 
     def close(self) -> None:
         """End the reading thread; harmless when there is none. The loader can be used again."""
