@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from bench.result import show
+from elastic.data.feed import Feed
 from elastic.data.importing import import_tokens
 from elastic.data.loader import Loader
 from elastic.data.shards import MANIFEST, Corpus, Manifest, Shard, read_manifest
@@ -51,10 +52,12 @@ def ours(directory: Path, tokens: np.ndarray) -> Open:
     def batches(seed: int) -> Batches:
         corpus = Corpus.open(out, "train")
         plan = Plan(world=1, shares=(ROWS,), micro_batches=1)
-        loader = Loader(corpus, seed=seed, global_samples=ROWS, seq_len=SEQ_LEN, plan=plan, rank=0)
+        order = corpus.order(seed=seed, seq_len=SEQ_LEN, lanes=ROWS)
+        feed = Feed(seq_len=SEQ_LEN, corpora=(corpus,), orders=(order,))
+        loader = Loader(feed, global_samples=ROWS, plan=plan, rank=0)
         try:
             for step in itertools.count():
-                yield loader.micro_batches(step)[0].windows
+                yield loader.micro_batches(step)[0].rows.tokens
         finally:
             loader.close()
 

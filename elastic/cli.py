@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
             "run", metavar="RUN", help="the run's directory, such as runs/quickstart, or its storage's URL"
         )
         sub.set_defaults(command=command)
+    sub.add_argument("--against", metavar="RUN", help="prove too that both used the same samples in the same steps")
     cli_ckpt.add(commands, further=[cli_interchange.add_parsers])
     _add_orders(commands)
     return parser
@@ -269,9 +270,12 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _verify_data(parsed: argparse.Namespace) -> int:
-    from elastic.report import place_of, verify_data
+    from elastic.proof import verify_data, verify_same
+    from elastic.report import place_of
 
     _print_lines(verify_data(place_of(parsed.run)))
+    if parsed.against:
+        _print_lines(verify_same(place_of(parsed.run), place_of(parsed.against)))
     return EXIT_DONE
 
 

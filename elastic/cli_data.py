@@ -57,13 +57,13 @@ def _prepare(parsed: argparse.Namespace, set_ray_environment: Callable[[], None]
 
     config = load(parsed.job, tuple(parsed.overrides))
     if parsed.address is None:
-        print(prepare_for(config, progress=_say))
+        print(*prepare_for(config, progress=_say), sep="\n")
         return DONE
     set_ray_environment()
     from elastic.cluster import ray_data
 
     with ray_data.joined(parsed.address):
-        print(prepare_for(config, progress=_say, run_groups=ray_data.run_groups))
+        print(*prepare_for(config, progress=_say, run_groups=ray_data.run_groups), sep="\n")
     return DONE
 
 

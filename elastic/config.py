@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from elastic.config_sections import (
+    NAME,
     Admission,
     Batch,
     Checkpoint,
@@ -74,7 +75,7 @@ class Config(Section):
     what it works on (journal, lock) when `storage` is a URL.
     """
 
-    run: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    run: str = Field("run", pattern=NAME)
     task: str = BUILT_IN_TASK
     task_path: tuple[str, ...] = ()
     seed: int = Field(0, ge=0)
@@ -121,6 +122,9 @@ class Config(Section):
             problems.append(
                 f"storage {self.storage!r} is neither a directory nor a URL; did you mean {scheme}://{rest}?"
             )
+        sets = [*self.data.parts(), *(one.name for one in self.evaluation.sets)]
+        if twice := sorted({name for name in sets if sets.count(name) > 1}):
+            problems.append(f"evaluation.sets has {twice[0]!r} twice, or beside a source of that name")
         steps = [change.step for change in self.schedule]
         if steps != sorted(set(steps)):
             problems.append(f"schedule has steps {steps}, they must rise")

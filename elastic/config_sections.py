@@ -6,11 +6,14 @@ the key that is wrong: the place where that was said is put before it.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 class Section(BaseModel):
@@ -89,6 +92,52 @@ class StorageOptions(Section):
         return self
 
 
+def absolute(path: str) -> str:
+    """A URL stays what it is."""
+    return path if "://" in path else os.path.abspath(path)
+
+
+class Source(Section):
+    """One of several corpora. name: what its order depends on, with its content; not on the other sources.
+
+    weight: its part of the samples, beside the others'. corpus, prepared: as in `data`; prepared is by default a
+    directory of this name in `data.prepared`.
+    """
+
+    name: str = Field(pattern=NAME)
+    weight: float = Field(1.0, ge=0)
+    corpus: str
+    prepared: str = ""
+
+
+class Weights(Section):
+    """From step `from_step` (completed steps) on the sources have these weights; those not named have none."""
+
+    from_step: int = Field(ge=1)
+    weights: dict[str, float]
+
+    @field_validator("weights")
+    @classmethod
+    def _not_negative(cls, weights: dict[str, float]) -> dict[str, float]:
+        if any(weight < 0 for weight in weights.values()) or not any(weights.values()):
+            raise ValueError(f"{weights}: wanted weights of 0 or more, and one above 0")
+        return weights
+
+
+class SkippedSamples(Section):
+    """Samples [first, stop) are deleted from the order; numbers are those of the order without any deletion."""
+
+    first: int = Field(ge=0)
+    stop: int = Field(ge=1)
+    why: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> SkippedSamples:
+        if self.first >= self.stop:
+            raise ValueError(f"stop {self.stop} must be above first {self.first}")
+        return self
+
+
 class Data(Section):
     """What is trained on, and how it becomes tokens (docs/data.md).
 
@@ -99,6 +148,9 @@ class Data(Section):
     end_of_document: the token that ends each document; empty: the tokenizer's own.
     held_out_every: one document in so many is held out, where no file's path says validation, test or held_out.
     shard_bytes: of one file of tokens, about.
+
+    sources: several corpora, mixed, in place of `corpus`; the other keys are those of each. weights: later ones, by
+    step. skip: samples that are never used; a range may be added to a run where it lies after what was used.
     """
 
     corpus: str = "stdlib"
@@ -110,13 +162,67 @@ class Data(Section):
     prepared: str = "runs/data/stdlib"
     held_out_every: int = Field(20, ge=2)
     shard_bytes: int = Field(128 << 20, ge=1024)
+    sources: tuple[Source, ...] = ()
+    weights: tuple[Weights, ...] = ()
+    skip: tuple[SkippedSamples, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Data:
+        names = [source.name for source in self.sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"sources have names {names}, wanted each once")
+        if names and not any(source.weight for source in self.sources):
+            raise ValueError("sources have no weight above 0")
+        steps = [change.from_step for change in self.weights]
+        if steps != sorted(set(steps)):
+            raise ValueError(f"weights begin at steps {steps}, they must rise")
+        for change in self.weights:
+            if unknown := sorted(set(change.weights) - set(names)):
+                raise ValueError(f"weights from step {change.from_step} name {unknown[0]!r}, sources are {names}")
+        return self
+
+    def absolute(self) -> Data:
+        """The same in every process: with whole paths of what is prepared."""
+        sources = tuple(
+            source.model_copy(update={"prepared": absolute(source.prepared) if source.prepared else ""})
+            for source in self.sources
+        )
+        return self.model_copy(update={"prepared": absolute(self.prepared), "sources": sources})
+
+    def parts(self) -> dict[str, Data]:
+        """Each source as if it were alone, by name, in the order of names; this under "" where there are none."""
+        if not self.sources:
+            return {"": self}
+        alone: dict[str, Any] = {"sources": (), "weights": (), "skip": ()}
+        found = {}
+        for source in sorted(self.sources, key=lambda source: source.name):
+            prepared = source.prepared or f"{self.prepared}/{source.name}"
+            found[source.name] = self.model_copy(update={**alone, "corpus": source.corpus, "prepared": prepared})
+        return found
+
+
+class HeldOutSet(Section):
+    """The held-out part of a corpus that is prepared."""
+
+    name: str = Field(pattern=NAME)
+    prepared: str
 
 
 class Evaluation(Section):
-    """Held-out loss over a fixed set of samples, every `interval_steps` and at the end."""
+    """Held-out loss over a fixed set of samples, every `interval_steps` and at the end.
+
+    samples: of each set; the corpus, or each of its sources, is one. sets: further ones, which are told
+    apart and not counted in.
+    """
 
     interval_steps: int = Field(100, ge=1)
     samples: int = Field(48, ge=1)
+    sets: tuple[HeldOutSet, ...] = ()
+
+    def absolute(self) -> Evaluation:
+        """As `Data.absolute`."""
+        sets = tuple(one.model_copy(update={"prepared": absolute(one.prepared)}) for one in self.sets)
+        return self.model_copy(update={"sets": sets})
 
 
 class Snapshot(Section):

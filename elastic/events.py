@@ -89,8 +89,8 @@ class StepRecord:
 
     loss: nats per token. digest: sum over the step's samples of hash64(id) mod 2**64, as 16 hex digits.
     seconds: wall time on rank 0 since the step before was told. upkeep_s: of it, what fault tolerance took (snapshot,
-    step word, telling). held_out: nats per token, where this step evaluated. metrics: what the
-    task reported, as means over the step's targets.
+    step word, telling). held_out, held_out_sets: nats per token, where this step evaluated, and of each set, where
+    there are several. metrics: what the task reported, means over the step's targets.
     """
 
     generation: int
@@ -103,6 +103,7 @@ class StepRecord:
     lr: float
     seconds: float
     held_out: float | None = None
+    held_out_sets: dict[str, float] = field(default_factory=dict)
     upkeep_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -178,7 +179,6 @@ class Report:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """Coordinator -> host: the whole desired state, on every change and at least each heartbeat (it is the lease).
-
     The host kills a trainer of an older generation, or of this one when `running` is False; it starts
     `assignment` when `running` and no trainer of that generation was ever started here. `assignment` None with
     `running`: it was sent before. drain: pause at the next step boundary. keep: the newest safe snapshot; older
@@ -210,9 +210,9 @@ class Order:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
     """An attempt began. `durable`: the checkpoint that it starts from, None: the seed. `older`: those before it, newest
-    first. `generation`: the highest that any earlier attempt is known to have used; numbers are never used twice.
-    `origin`: from what, and why from nothing newer. `changes`: what was allowed to differ from the configuration.
-    `disk`: the run's folder on the nodes' disks, "": none. `line`: what of earlier attempts may be used from there."""
+    first. `generation`: the highest that an earlier attempt may have used; numbers are never used twice. `origin`: from
+    what, and why from nothing newer. `changes`: what was allowed to differ from the configuration. `disk`: the run's
+    folder on the nodes' disks, "": none. `line`: what of earlier attempts may be used from there."""
 
     run: str
     attempt: int

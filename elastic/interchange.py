@@ -15,8 +15,8 @@ from elastic.checkpoint.reader import Reader, Source
 from elastic.checkpoint.safetensors_file import SafetensorsSource
 from elastic.checkpoint.upkeep import manifest_of, of_step
 from elastic.config import Config, ConfigError, Place
+from elastic.data.feed import fingerprint_of
 from elastic.data.prepare import prepare_for
-from elastic.data.shards import read_manifest
 from elastic.report import config_of
 from elastic.storage.errors import ObjectMissing
 from elastic.storage.store import Store, open_store, store_at
@@ -175,12 +175,12 @@ def import_run(config: Config, where: str, *, step: int | None = None, say: Call
         raise ConfigError(
             f"step {step} of {where}: wanted 0 to {config.steps}, which is `steps` of the job; see --step"
         )
-    fingerprint = read_manifest(prepare_for(config, progress=say).parent).fingerprint
+    prepare_for(config, progress=say)
     store = store_at(place)
     manifest = importing.write(
         store,
         fitted.parts,
-        about=resume.about(config, fingerprint),
+        about=resume.about(config, fingerprint_of(config.data)),
         step=step,
         samples=step * config.batch.global_samples,
     )

@@ -1,6 +1,6 @@
-"""journal -> what a person wants to know: recoveries by phase, a run summary, proof of the samples. Pure but reading.
+"""journal -> what a person wants to know: recoveries by phase, a run summary. Pure but reading.
 
-Everything here is derived from the journal of a run (and, for the proof, its corpus), live or after its end.
+Everything here is derived from the journal of a run, live or after its end. The proof of its samples: proof.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from elastic import segments
 from elastic.checkpoint.log import CommitLog
 from elastic.config import Config, ElasticError, Place, parse
 from elastic.config_sections import StorageOptions
-from elastic.data.order import digest
-from elastic.data.shards import Corpus
 from elastic.resume import saved_config
 from elastic.storage.errors import StorageUnavailable
 from elastic.storage.store import store_at
@@ -199,11 +197,10 @@ def summary_lines(place: Place) -> list[str]:
     starts = [start for entry in entries if (start := _started(entry))]
     spent = ledger.fold(entries)
     wall_s = spent.wall_us / 1e6
-    loss = f"{held_out[-1]['held_out']:.4f} nats per token at step {held_out[-1]['step']}" if held_out else "none"
     told = recoveries(entries)
     return [
         f"phase       {last['phase']}",
-        f"held-out    {loss}",
+        f"held-out    {_held_out_line(held_out[-1]) if held_out else 'none'}",
         f"steps       {last['step']}{_asked_steps(place)}, {sum(r['samples'] for r in records)} samples",
         f"durable     {durability_line(entries)}",
         f"generations {len(starts)}, worlds {' '.join(str(len(start['hosts'])) for start in starts)}",
@@ -214,6 +211,11 @@ def summary_lines(place: Place) -> list[str]:
         + ", ".join(f"{name} {s:.1f} s ({100 * s / wall_s:.0f} %)" for name, s in spent.seconds().items()),
         f"files       {place.url} (journal.jsonl, config.yaml, log/, data/); output: elastic logs {place.directory}",
     ]
+
+
+def _held_out_line(record: dict[str, Any]) -> str:
+    sets = ", ".join(f"{name} {loss:.4f}" for name, loss in record.get("held_out_sets", {}).items())
+    return f"{record['held_out']:.4f} nats per token at step {record['step']}" + (f" ({sets})" if sets else "")
 
 
 def ending(place: Place) -> str:
@@ -270,71 +272,7 @@ def admission_lines(entries: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines][-ADMISSION_LINES_MAX:]
 
 
-# ---------------------------------------------------------------- proof of the samples
-
-
-def verify_data(place: Place) -> list[str]:
-    """Prove from the journal that each sample of the committed lineage was used exactly once, in order.
-
-    Each step's record carries the count and the digest of the sample ids that the ranks really read; both are
-    computed anew here from (corpus fingerprint, seed, step), as the step's attempt was configured. Returns the proof's
-    lines; ReportError: it fails.
-    """
-    entries, config = entries_of(place), config_of(place)
-    records = lineage(entries)
-    brought = _brought_step(entries)
-    for expected, record in enumerate(records, start=brought + 1):
-        if record["step"] != expected:
-            raise ReportError(
-                f"step {expected} is missing from the lineage, step {record['step']} follows the one before"
-            )
-    attempts = sorted({record["attempt"] for record in records})
-    for attempt in attempts:
-        _verify_attempt(config_of(place, attempt), [r for r in records if r["attempt"] == attempt])
-    windows = Corpus.open(Path(config.data.prepared), "train").windows(config.model.seq_len)
-    samples = sum(record["samples"] for record in records)
-    undone = sum(entry["event"]["kind"] == "StepCompleted" for entry in entries) - len(records)
-    return [
-        f"{len(records)} steps of the committed lineage, {samples} samples "
-        f"({samples / windows:.3f} epochs of {windows}): each used exactly once, in the order of "
-        f"seed {config.seed}",
-        f"{undone} further steps were undone, by failures or by going back, and are not part of it",
-        *([f"the {brought} steps before came with another run's checkpoint; their proof is there"] if brought else []),
-        *_changes(entries, attempts),
-    ]
-
-
-def _verify_attempt(config: Config, records: Sequence[dict[str, Any]]) -> None:
-    corpus = Corpus.open(Path(config.data.prepared), "train")
-    samples = config.batch.global_samples
-    order = corpus.order(seed=config.seed, seq_len=config.model.seq_len, lanes=samples)
-    for record in records:
-        step = record["step"]
-        ids = order.run((step - 1) * samples, samples)
-        if record["samples"] != samples or record["digest"] != f"{digest(ids):016x}":
-            raise ReportError(
-                f"step {step} of generation {record['generation']} used {record['samples']} samples with digest "
-                f"{record['digest']}, wanted {samples} with {digest(ids):016x}"
-            )
-
-
-def _starts(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [entry["event"] for entry in entries if entry["event"]["kind"] == "RunStarted"]
-
-
-def _brought_step(entries: Sequence[dict[str, Any]]) -> int:
-    """The step of the checkpoint that the run's first attempt began from: another run's. 0: from the seed."""
-    durable = next((event["durable"] for event in _starts(entries)), None)
-    return int(durable["key"]["step"]) if durable else 0
-
-
-def _changes(entries: Sequence[dict[str, Any]], attempts: Sequence[int]) -> list[str]:
-    """What the lineage's attempts changed: after another batch, seed or corpus a sample may be used once more."""
-    return [
-        f"attempt {event['attempt']} changed {', '.join(event['changes'])}"
-        for event in _starts(entries)
-        if event.get("changes") and event["attempt"] in attempts
-    ]
+# ---------------------------------------------------------------- how it ended
 
 
 def finished(config: Config) -> bool:

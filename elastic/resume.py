@@ -26,6 +26,7 @@ from elastic.checkpoint.shard import of_object, table_object
 from elastic.checkpoint.upkeep import manifest_of, of_step
 from elastic.config import BUILT_IN_TASK, Config, ConfigError, Place
 from elastic.config_sections import Model
+from elastic.data.skips import Skips
 from elastic.events import Uploaded
 from elastic.model.shape import tensor_sizes
 from elastic.plan import Stretch
@@ -161,6 +162,9 @@ def disk_line(config: Config, log: CommitLog) -> tuple[Stretch, ...]:
     entry, found = log.newest_entry(), list[Stretch]()
     if entry is None or entry != log.line()[0]:
         return ()
+    skipped = saved_config(store_at(config.place())).get("data", {}).get("skip", [])
+    if skipped != [one.model_dump() for one in config.data.skip]:
+        return ()  # what is added now was held against the checkpoint's position, not against theirs
     step, branch = manifest_of(entry).key.step, log.branch()
     for record in lineage(segments.entries(config.place())):
         if record["step"] <= step:
@@ -324,7 +328,9 @@ def _check(config: Config, manifest: Manifest, saved: Mapping[str, Any], asked: 
     if step > config.steps:
         problems.append(f"steps {config.steps} is below {step}, where the run goes on; raise it, or --resume a STEP")
     for key, (before, now) in _changes(saved, config).items():
-        if asked.allows(key):
+        if key == "data.skip" and _only_later(before, now, manifest.samples):
+            allowed.append(f"{key}: {len(now) - len(before)} ranges were added")
+        elif asked.allows(key):
             allowed.append(f"{key} {before} -> {now}")
         else:
             problems.append(
@@ -340,14 +346,26 @@ def _check(config: Config, manifest: Manifest, saved: Mapping[str, Any], asked: 
     return tuple(allowed)
 
 
+def _only_later(before: Sequence[Any], now: Sequence[Any], samples: int) -> bool:
+    """Whether ranges were only added to the skipped samples, after all that the first `samples` of the order were."""
+    position = Skips(ranges=tuple((one["first"], one["stop"]) for one in before)).number(samples)
+    return [*now[: len(before)]] == [*before] and all(one["first"] >= position for one in now[len(before) :])
+
+
 def _changes(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
     """(before, now) by key, of all that is not SAFE. What a saved file of another version lacks had the default."""
     if not saved:
         return {}
-    before = {**flat(Config().model_dump(mode="json")), **flat(saved)}
-    now = flat(config.model_dump(mode="json"))
+    before = _without_places({**flat(Config().model_dump(mode="json")), **flat(saved)})
+    now = _without_places(flat(config.model_dump(mode="json")))
     safe = Resume(allowed=SAFE)
     return {key: (before[key], now[key]) for key in now if before[key] != now[key] and not safe.allows(key)}
+
+
+def _without_places(values: dict[str, Any]) -> dict[str, Any]:
+    """Where a source was prepared does not matter, as with `data.prepared`."""
+    sources = [{**source, "prepared": ""} for source in values["data.sources"]]
+    return {**values, "data.sources": sources}
 
 
 def flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from elastic import events, resume, segments
 from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.manifest import restore_plan
 from elastic.config import Config
+from elastic.data.feed import feed_of
 from elastic.data.order import digest
 from elastic.data.shards import Corpus
 from elastic.storage.store import store_at
@@ -62,8 +63,7 @@ class Told:
     def _record(self, generation: int, step: int, corpus: Corpus | None) -> events.StepRecord:
         samples, ids = self.config.batch.global_samples, None
         if corpus is not None:
-            order = corpus.order(seed=self.config.seed, seq_len=self.config.model.seq_len, lanes=samples)
-            ids = order.run((step - 1) * samples, samples)
+            ids = feed_of(self.config, {"": corpus}).run((step - 1) * samples, samples)
         return events.StepRecord(
             generation=generation, step=step, loss=1.0, tokens=1, samples=samples, grad_norm=1.0, lr=0.1, seconds=0.1,
             digest="0" if ids is None else f"{digest(ids):016x}",

@@ -12,8 +12,9 @@ from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.log import CommitLog
 from elastic.config import Config, ConfigError
 from elastic.data.shards import Corpus
-from elastic.report import finished, summary_lines, verify_data
-from elastic.resume import Resume, Start, choose, exists, settle
+from elastic.proof import verify_data, verify_same
+from elastic.report import ReportError, finished, summary_lines
+from elastic.resume import Resume, Start, choose, exists, save_config, settle
 from elastic.storage.store import store_at
 from elastic.telemetry import journal, ledger
 from elastic.worker.task import located
@@ -225,6 +226,32 @@ def test_how_it_is_computed_may_change(tmp_path: Path) -> None:
     assert choose(config, asked()).changes == ()
 
 
+def test_samples_may_be_skipped_later_only_after_what_was_used(tmp_path: Path) -> None:
+    """Step 30 is at sample 720; the first list moved it to 725."""
+    config = trained(tmp_path, data={"skip": [{"first": 10, "stop": 15}]}).config
+    before = config.data.model_dump()["skip"]
+
+    def skipping(*ranges: tuple[int, int]) -> Config:
+        return changed(config, data={"skip": [{"first": first, "stop": stop, "why": ""} for first, stop in ranges]})
+
+    assert before == skipping((10, 15)).data.model_dump()["skip"]
+    (told,) = choose(skipping((10, 15), (725, 749)), asked()).changes
+    assert told == "data.skip: 1 ranges were added"
+    for wrong in (((10, 15), (724, 749)), ((725, 749),), (), ((725, 749), (10, 15))):
+        assert "data.skip is " in refusal(skipping(*wrong))
+        assert choose(skipping(*wrong), asked("auto", "data.skip")).step == 30
+    assert "data.skip is " in refusal(skipping((10, 15), (481, 500))), "sample 485 is the first after step 20"
+    assert choose(skipping((10, 15), (485, 500)), asked(20)).step == 20, "going back lets more be skipped"
+
+
+def test_where_a_source_was_prepared_may_change_and_its_weight_not(tmp_path: Path) -> None:
+    config = trained(tmp_path, data={"sources": [{"name": "a", "corpus": "x", "prepared": "here"}]}).config
+    there = changed(config, data={"sources": [{"name": "a", "corpus": "x", "prepared": "there"}]})
+    assert choose(there, asked()).changes == ()
+    heavier = changed(config, data={"sources": [{"name": "a", "corpus": "x", "weight": 2}]})
+    assert "data.sources is " in refusal(heavier)
+
+
 def test_another_model_is_refused_even_when_allowed(tmp_path: Path) -> None:
     run = trained(tmp_path)
     told = refusal(changed(run.config, model={"dim": 64}), "auto", "all")
@@ -279,6 +306,37 @@ def test_the_proof_holds_after_going_back_with_another_seed(tmp_path: Path) -> N
     spent = ledger.fold(entries)
     assert spent.microseconds["unknown"] == 1_000_000, "between the attempts nobody looked"
     assert any("168 samples" in line for line in summary_lines(config.place()))
+
+
+def test_two_runs_are_held_against_each_other(tmp_path: Path) -> None:
+    config = small(tmp_path, steps=100)
+    corpus = Corpus.open(Path(config.data.prepared), "train")
+    skip = {"skip": [{"first": 100, "stop": 124}]}
+    for name, changes in (("a", {}), ("b", {}), ("c", {"data": skip}), ("d", {"seed": 3})):
+        run = Told(changed(config, run=name, **changes))
+        run.attempt()
+        run.generation(1, 20 if name == "b" else 9, corpus=corpus)
+        assert verify_data(run.config.place())[0].startswith(f"{20 if name == 'b' else 9} steps")
+    places = {name: changed(config, run=name).place() for name in "abcd"}
+    assert verify_same(places["a"], places["b"]) == [
+        f"steps 1 to 9 used the same samples as those of {places['b'].url}: 9 steps, one order"
+    ]
+    with pytest.raises(ReportError, match="step 9 used 12 samples with digest "):
+        verify_same(places["a"], places["c"])
+    with pytest.raises(ReportError, match="step 1 used 12 samples"):
+        verify_same(places["d"], places["a"])
+
+
+def test_a_step_that_used_what_was_skipped_fails_the_proof(tmp_path: Path) -> None:
+    config = small(tmp_path, steps=100)
+    corpus = Corpus.open(Path(config.data.prepared), "train")
+    run = Told(config)
+    run.attempt()
+    run.generation(1, 9, corpus=corpus)
+    skipping = changed(config, data={"skip": [{"first": 50, "stop": 51}]})
+    save_config(skipping, run.store, attempt=1)
+    with pytest.raises(ReportError, match="step 5 of generation 1 used 12 samples with digest"):
+        verify_data(config.place())
 
 
 def test_a_run_that_began_from_another_proves_its_own_steps(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from elastic.config import Config, ElasticError
 from elastic.controller import requests
 from elastic.controller.driver import Driver, replay
 from elastic.controller.state import TERMINAL, Phase, RunState
-from elastic.data.shards import read_manifest
+from elastic.data.feed import fingerprint_of
 from elastic.events import Order, Report
 from elastic.plan import RestorePlan
 from elastic.resume import Resume, about, choose, disk_folder, disk_line, save_config
@@ -261,7 +261,7 @@ class Coordinator:
         return max((entry["generation"] + lost for entry in journal.read_file(self._journal)), default=0)
 
     def _fingerprint(self) -> str:
-        return read_manifest(Path(self._config.data.prepared)).fingerprint
+        return fingerprint_of(self._config.data)
 
     def _durable(self, log: CommitLog) -> list[RestorePlan]:
         """The checkpoint to start from, and those before it, newest first."""

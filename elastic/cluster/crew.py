@@ -39,7 +39,7 @@ class Crew:
     """`trainer` trains, or has died and was not yet told; `told` is how the newest one is reported."""
 
     def __init__(self, config: Config, resources: Resources, told_to_template: dict[str, Any], check: HostCheck):
-        """`told_to_template`: config, prepared, log_dir, threads and token as JSON values."""
+        """`told_to_template`: config, log_dir, threads and token as JSON values."""
         self._config = config
         self._resources = resources
         self._told_to_template = told_to_template

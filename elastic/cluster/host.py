@@ -51,7 +51,6 @@ class HostSettings:
     slot: int
     address: str
     log_dir: Path
-    prepared: Path
     threads: int = 1
 
 
@@ -84,7 +83,6 @@ def _run_incarnation(
     config = settings.config
     told_to_template = {
         "config": config.model_dump(mode="json"),
-        "prepared": str(settings.prepared),
         "log_dir": str(settings.log_dir),
         "threads": settings.threads,
         "token": settings.token,

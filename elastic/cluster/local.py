@@ -33,10 +33,9 @@ class LocalCluster:
     """`nodes` x `hosts_per_node` hosts, node names "n0", "n1", ...; each node is a failure domain.
     `log_dir` stands for the disks of the nodes; each host has a directory in it."""
 
-    def __init__(self, config: Config, *, log_dir: Path, prepared: Path) -> None:
+    def __init__(self, config: Config, *, log_dir: Path) -> None:
         self._config = config
         self._log_dir = log_dir
-        self._prepared = prepared
         self._token = secrets.token_hex(16)
         self._server = Server(self._token, ADDRESS)
         self._hosts: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
@@ -68,7 +67,6 @@ class LocalCluster:
             slot=slot,
             address=ADDRESS,
             log_dir=log_dir,
-            prepared=self._prepared,
         )
         settings_fd = os.memfd_create("elastic-host-settings")
         os.pwrite(settings_fd, json.dumps(_to_json(settings)).encode(), 0)
@@ -120,7 +118,6 @@ def _to_json(settings: HostSettings) -> dict[str, Any]:
         "coordinator": asdict(settings.coordinator),
         "config": settings.config.model_dump(mode="json"),
         "log_dir": str(settings.log_dir),
-        "prepared": str(settings.prepared),
     }
 
 
@@ -131,7 +128,6 @@ def _from_json(raw: dict[str, Any]) -> HostSettings:
             "coordinator": Endpoint(**raw["coordinator"]),
             "config": Config.model_validate(raw["config"]),
             "log_dir": Path(raw["log_dir"]),
-            "prepared": Path(raw["prepared"]),
         }
     )
 

@@ -68,7 +68,6 @@ def settings_of(config: Config) -> HostSettings:
         slot=slot,
         address=ray.util.get_node_ip_address(),
         log_dir=node_log_dir() / "elastic" / config.run / f"{node}-{slot}-{os.getpid()}",
-        prepared=Path(config.data.prepared),
     )
 
 

@@ -151,8 +151,8 @@ def merged(config: Config, scaling: ScalingConfig, run: RunConfig) -> Config:
         "hosts_max": scaling.max_workers,
         "use_gpu": scaling.use_gpu,
     }
-    data = {**config.data.model_dump(), "prepared": str(Path(config.data.prepared).resolve())}
-    return Config.model_validate({**config.model_dump(), **changed, "data": data})
+    sections = {"data": config.data.absolute(), "evaluation": config.evaluation.absolute()}
+    return Config.model_validate({**config.model_dump(), **changed, **{k: v.model_dump() for k, v in sections.items()}})
 
 
 def _check(scaling: ScalingConfig) -> None:

@@ -11,7 +11,8 @@ from elastic.clock import RealClock
 from elastic.cluster import session, twin
 from elastic.cluster.ray_nodes import LocalNodes
 from elastic.config import Config
-from elastic.report import entries_of, recoveries, recovery_lines, verify_data
+from elastic.proof import verify_data
+from elastic.report import entries_of, recoveries, recovery_lines
 
 DIFFERENCES_SHOWN = 5
 

@@ -19,8 +19,8 @@ from elastic.clock import RealClock
 from elastic.cluster.local import LocalCluster
 from elastic.config import Config, ElasticError
 from elastic.controller.driver import Driver
+from elastic.data.feed import fingerprint_of
 from elastic.data.prepare import prepare_for
-from elastic.data.shards import read_manifest
 from elastic.resume import about, save_config
 from elastic.storage.store import store_at
 from elastic.telemetry import journal
@@ -47,10 +47,11 @@ def config_of(config: Config, entries: list[dict[str, Any]]) -> Config:
 
 def run_locally(config: Config, *, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Run `config` from the seed on local processes; returns its journal. An older run of its name is removed."""
-    manifest = prepare_for(config, progress=say)
+    prepare_for(config, progress=say)
     run_dir = config.run_dir().resolve()
     shutil.rmtree(run_dir, ignore_errors=True)
-    absolute = config.model_copy(update={"storage": str(run_dir.parent)})
+    sections = {"data": config.data.absolute(), "evaluation": config.evaluation.absolute()}
+    absolute = config.model_copy(update={"storage": str(run_dir.parent), **sections})
     store = store_at(absolute.place())
     log = CommitLog(store)
     attempt = log.claim("twin")
@@ -59,13 +60,13 @@ def run_locally(config: Config, *, say: Callable[[str], None]) -> list[dict[str,
         store,
         log,
         attempt,
-        about=about(config, read_manifest(manifest.parent).fingerprint),
+        about=about(config, fingerprint_of(config.data)),
         samples_per_step=config.batch.global_samples,
         keep=config.checkpoint,
     )
     path = run_dir / "journal.jsonl"
     with tempfile.TemporaryDirectory(prefix=f"elastic-{config.run}-") as disk:
-        cluster = LocalCluster(absolute, log_dir=Path(disk), prepared=manifest.parent.resolve())
+        cluster = LocalCluster(absolute, log_dir=Path(disk))
         try:
             with journal.open_for_append(path) as file:
                 driver = Driver(absolute, cluster, commits, file, RealClock())

@@ -238,7 +238,9 @@ def _fill(writers: dict[Split, Writer], group: Group, recipe: Recipe, tokenizer:
             content.update(digest.digest())
             writer = writers[piece.file.split or side(digest.digest(), recipe.data.held_out_every)]
             if tokenizer is None:
-                writer.add(_checked(document, piece, recipe).astype(writer.dtype))
+                if document.mask is not None:
+                    content.update(document.mask.tobytes())
+                writer.add(_checked(document, piece, recipe).astype(writer.dtype), document.mask)
                 continue
             waiting.append((writer, document))
             nbytes += sum(map(len, document.texts))

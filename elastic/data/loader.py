@@ -1,4 +1,4 @@
-"""(corpus, seed, step, plan, rank) -> the micro-batches of one rank, read ahead of their use.
+"""(feed, step, plan, rank) -> the micro-batches of one rank, read ahead of their use.
 
 There is no state to save: a step's samples follow from its number. Tokens stay as narrow as they are stored until they
 are on the device. The one module of this room that imports torch.
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from elastic.data.order import Numbers, window_of
-from elastic.data.shards import Corpus, DataError, Values
+from elastic.data.feed import Feed, check_windows
+from elastic.data.order import Numbers
+from elastic.data.shards import Corpus, DataError, Rows
 from elastic.model.shape import NO_TARGET
 from elastic.plan import Plan
 
@@ -42,11 +43,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slice:
-    """A micro-batch as it was read. windows: [rows, seq_len + 1], a row of padding has id 2**64 - 1. mask: of the same
-    shape, 0 where a token is not learned; None: all are."""
+    """A micro-batch as it was read; a row of padding has id 2**64 - 1."""
 
-    windows: Values
-    mask: Values | None = None
+    rows: Rows
     ids: Numbers
     first_sample: int
 
@@ -54,20 +53,29 @@ class Slice:
     def targets(self) -> int:
         """How many tokens are predicted."""
         real = self.ids != PADDING_ID
-        if self.mask is not None:
-            return int(np.count_nonzero(self.mask[real, 1:]))
-        return int(real.sum()) * (self.windows.shape[1] - 1)
+        if self.rows.learned is not None:
+            return int(np.count_nonzero(self.rows.learned[real, 1:]))
+        return int(real.sum()) * (self.rows.tokens.shape[1] - 1)
 
     def to(self, device: torch.device) -> MicroBatch:
-        windows = torch.from_numpy(self.windows).to(device, non_blocking=True)
+        windows = torch.from_numpy(self.rows.tokens).to(device, non_blocking=True)
         targets = windows[:, 1:].to(torch.int64)
         if (padding := self.ids == PADDING_ID).any():
             targets[torch.from_numpy(padding).to(device)] = NO_TARGET
-        if self.mask is not None:
-            targets[torch.from_numpy(self.mask[:, 1:] == 0).to(device)] = NO_TARGET
+        if self.rows.learned is not None:
+            targets[torch.from_numpy(self.rows.learned[:, 1:] == 0).to(device)] = NO_TARGET
         return MicroBatch(
             tokens=windows[:, :-1].to(torch.int64), targets=targets, ids=self.ids, first_sample=self.first_sample
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EvaluationSet:
+    """One rank's batches of a held-out set. counts: in the run's held-out loss."""
+
+    name: str
+    batches: list[Slice]
+    counts: bool = True
 
 
 class Loader:
@@ -77,26 +85,15 @@ class Loader:
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        seed: int,
-        global_samples: int,
-        seq_len: int,
-        plan: Plan,
-        rank: int,
-        ahead_bytes: int = AHEAD_BYTES,
+        self, feed: Feed, *, global_samples: int, plan: Plan, rank: int, ahead_bytes: int = AHEAD_BYTES
     ) -> None:
-        """DataError: the corpus has no window of `seq_len` tokens. ahead_bytes: of steps that are ready, about."""
+        """ahead_bytes: of steps that are ready, about."""
         assert sum(plan.shares) == global_samples, (plan.shares, global_samples)
-        self._corpus = corpus
+        self._feed = feed
         self._global_samples = global_samples
-        self._seq_len = seq_len
-        _windows(corpus, seq_len)  # DataError where there is none
-        self._order = corpus.order(seed=seed, seq_len=seq_len, lanes=global_samples)
         self._share = plan.share_of(rank)
         self._micro_batches = plan.micro_batches
-        step_bytes = (self._share[1] - self._share[0]) * (seq_len + 1) * corpus.dtype.itemsize
+        step_bytes = (self._share[1] - self._share[0]) * (feed.seq_len + 1) * feed.corpora[0].dtype.itemsize
         self._ahead = min(max(2, ahead_bytes // max(1, step_bytes)), AHEAD_STEPS_MAX)
         self.steps_at_once = max(1, READ_BYTES // max(1, step_bytes))
         self._reader: _Reader | None = None
@@ -116,21 +113,14 @@ class Loader:
         start, stop = self._share
         firsts = np.arange(step, step + steps, dtype=np.uint64) * np.uint64(self._global_samples)
         numbers = np.add.outer(firsts, np.arange(start, stop, dtype=np.uint64)).ravel()
-        ids = self._order.ids(numbers)
-        windows, mask = _read(self._corpus, ids, self._seq_len)
+        ids = self._feed.ids(numbers)
+        read = self._feed.read(ids)
         share, found = stop - start, []
         for at in range(0, steps * share, share):
             slices = []
             for rows in np.array_split(np.arange(at, at + share), self._micro_batches):
                 a, b = int(rows[0]), int(rows[-1]) + 1
-                slices.append(
-                    Slice(
-                        windows=windows[a:b],
-                        mask=None if mask is None else mask[a:b],
-                        ids=ids[a:b],
-                        first_sample=int(numbers[a]),
-                    )
-                )
+                slices.append(Slice(rows=read.part(a, b), ids=ids[a:b], first_sample=int(numbers[a])))
             found.append(slices)
         return found
 
@@ -205,7 +195,8 @@ def held_out_batches(
     All ranks get the same number of batches of the same shape, since ZeRO-3 gathers in the forward pass: short ranks
     are padded with rows that have no targets. `samples` is cut to the windows there are.
     """
-    windows = _windows(corpus, seq_len)
+    check_windows(corpus, seq_len)
+    windows = corpus.windows(seq_len)
     samples = min(samples, windows)
     chosen = np.arange(samples, dtype=np.uint64) * np.uint64(windows) // np.uint64(samples)
     batches = -(-samples // (world * micro_samples))
@@ -216,22 +207,5 @@ def held_out_batches(
     found = []
     for number, ids in enumerate(slices[rank]):
         chosen = np.where(ids == PADDING_ID, np.uint64(0), ids)  # padding's targets do not count, whatever it reads
-        tokens, mask = _read(corpus, chosen, seq_len)
-        found.append(Slice(windows=tokens, mask=mask, ids=ids, first_sample=first + number * rows))
+        found.append(Slice(rows=corpus.rows(chosen, seq_len), ids=ids, first_sample=first + number * rows))
     return found
-
-
-def _read(corpus: Corpus, ids: Numbers, seq_len: int) -> tuple[Values, Values | None]:
-    """Tokens, and which of them are learned where some are not."""
-    which = window_of(ids)
-    return corpus.gather(which, seq_len), None if corpus.masks is None else corpus.masks.gather(which, seq_len)
-
-
-def _windows(corpus: Corpus, seq_len: int) -> int:
-    windows = corpus.windows(seq_len)
-    if not windows:
-        raise DataError(
-            f"the corpus has {corpus.tokens} tokens, one window of seq_len {seq_len} needs {seq_len + 1}; "
-            "give it more text or make model.seq_len smaller"
-        )
-    return windows

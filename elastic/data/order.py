@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.uint64]
 
-WINDOWS_MAX = 2**40
-EPOCHS_MAX = 2**24
+# An id is epoch, source and window, from the highest bits to the lowest.
+WINDOWS_MAX = 2**36
+SOURCES_MAX = 2**8 - 1  # the last one is padding's
+EPOCHS_MAX = 2**20
 WHOLE_BYTES = 1 << 30  # a corpus of so many bytes is shuffled whole: any node's cache holds it
 BLOCK_BYTES = 8 << 20
 ROWS_MIN = 8  # a lane has at least so many blocks in an epoch
@@ -37,6 +39,7 @@ class Order:
     """The order of one corpus.
 
     lanes: blocks that are open at a time. block: windows of a block, at least; 1: an epoch is one permutation.
+    name, source: of the corpus among those that are mixed, and its number there; the order does not know the number.
     ValueError: no windows, or more than an id can name.
     """
 
@@ -45,6 +48,8 @@ class Order:
     windows: int
     lanes: int = 1
     block: int = 1
+    name: str = ""
+    source: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.windows <= WINDOWS_MAX:
@@ -53,7 +58,7 @@ class Order:
             raise ValueError(f"{self.lanes} lanes of blocks of {self.block} windows, wanted 1 or more of each")
 
     def ids(self, numbers: Numbers) -> Numbers:
-        """Ids of the samples with these numbers, in any order: id = epoch * 2**40 + window.
+        """Ids of the samples with these numbers, in any order: id = (epoch * 2**8 + source) * 2**36 + window.
 
         Sample g belongs to epoch g // windows, and each epoch holds each window once. ValueError: an epoch that an id
         can't name.
@@ -64,7 +69,9 @@ class Order:
             if epoch >= EPOCHS_MAX:
                 raise ValueError(f"epoch {epoch} lies outside 0 to {EPOCHS_MAX - 1}")
             its = epochs == epoch
-            ids[its] = self._windows(offsets[its], epoch) + np.uint64(epoch * WINDOWS_MAX)
+            ids[its] = self._windows(offsets[its], epoch) + np.uint64(
+                (epoch * (SOURCES_MAX + 1) + self.source) * WINDOWS_MAX
+            )
         return ids
 
     def run(self, start: int, count: int) -> Numbers:
@@ -74,10 +81,10 @@ class Order:
         return self.ids(np.arange(start, start + count, dtype=np.uint64))
 
     def _windows(self, offsets: Numbers, epoch: int) -> Numbers:
-        of = f"epoch {epoch} of seed {self.seed} over {self.fingerprint}"
+        of = f"epoch {epoch} of seed {self.seed} over {self.fingerprint}" + (f" as {self.name}" if self.name else "")
         blocks = self._blocks()
         if blocks == self.windows:
-            return permute(offsets, size=self.windows, keys=_round_keys(of))
+            return permute(offsets, size=self.windows, keys=round_keys(of))
         # The first `over` blocks have a window more than the others; those come at the end, one of each.
         size, over = divmod(self.windows, blocks)
         row, rest = np.divmod(offsets, np.uint64(self.lanes * size))
@@ -86,11 +93,11 @@ class Order:
         block = np.empty(len(offsets), dtype=np.uint64)
         whole = ~ends
         in_turn = row[whole] * np.uint64(self.lanes) + lane[whole]
-        block[whole] = permute(in_turn, size=blocks, keys=_round_keys(f"blocks of {of}"))
-        block[ends] = permute(offsets[ends] - np.uint64(blocks * size), size=over, keys=_round_keys(f"ends of {of}"))
+        block[whole] = permute(in_turn, size=blocks, keys=round_keys(f"blocks of {of}"))
+        block[ends] = permute(offsets[ends] - np.uint64(blocks * size), size=over, keys=round_keys(f"ends of {of}"))
         at[ends] = size
         sizes = np.uint64(size) + (block < over)
-        keys = _round_keys(f"windows of {of}")[:, None] ^ _fmix64(block + _GOLDEN)
+        keys = round_keys(f"windows of {of}")[:, None] ^ _fmix64(block + _GOLDEN)
         inside = _walk(at, sizes, size.bit_length(), keys)  # bits for size + 1 values
         return block * np.uint64(size) + np.minimum(block, np.uint64(over)) + inside
 
@@ -103,13 +110,27 @@ class Order:
         return self.lanes * min(tried, key=lambda count: self.windows % (self.lanes * count))
 
 
-def order_of(*, fingerprint: str, seed: int, windows: int, window_bytes: int, lanes: int) -> Order:
+def order_of(
+    *, fingerprint: str, seed: int, windows: int, window_bytes: int, lanes: int, name: str = "", source: int = 0
+) -> Order:
     """The order in which a run reads a corpus: its blocks are as large as pays, by the corpus' size and the batch's
     alone. lanes: the samples of a batch. ValueError: no windows, or too many."""
     block = 1
     if windows * window_bytes > WHOLE_BYTES:
         block = max(1, min(BLOCK_BYTES // window_bytes, windows // (ROWS_MIN * lanes)))
-    return Order(fingerprint=fingerprint, seed=seed, windows=windows, lanes=lanes, block=block)
+    return Order(
+        fingerprint=fingerprint, seed=seed, windows=windows, lanes=lanes, block=block, name=name, source=source
+    )
+
+
+def epoch_of(ids: Numbers) -> Numbers:
+    """The epoch that each id names."""
+    return ids // np.uint64(WINDOWS_MAX * (SOURCES_MAX + 1))
+
+
+def source_of(ids: Numbers) -> Numbers:
+    """The number of the source that each id names."""
+    return ids // np.uint64(WINDOWS_MAX) & np.uint64(SOURCES_MAX)
 
 
 def window_of(ids: Numbers) -> Numbers:
@@ -159,7 +180,7 @@ def _feistel(values: Numbers, bits: int, keys: Numbers) -> Numbers:
 
 
 @lru_cache(maxsize=16)
-def _round_keys(purpose: str) -> Numbers:
+def round_keys(purpose: str) -> Numbers:
     """Independent keys for each purpose: hashed, never derived as seed + epoch, which would repeat orders."""
     words = b"".join(hashlib.sha256(f"round {turn} of {purpose}".encode()).digest()[:8] for turn in range(_ROUNDS))
     return np.frombuffer(words, dtype="<u8").astype(np.uint64)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from elastic.config import Config, ConfigError
 from elastic.config_sections import Data
+from elastic.data.feed import mixture_of, read_manifests
 from elastic.data.groups import (
     PARTS,
     Group,
@@ -68,18 +69,27 @@ class Tokens:
     used: UsedTokenizer
 
 
-def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> Path:
-    """As `prepare`, for a run. ConfigError also where the built-in model's vocabulary is smaller than the corpus's."""
+def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> list[Path]:
+    """As `prepare`, for a run: each of its sources. ConfigError also where the built-in model's vocabulary is smaller
+    than the corpus's, or where what is mixed or evaluated does not fit together."""
+    mixture_of(config)
     vocab_size = config.model.vocab_size if config.is_built_in else None
-    return prepare(config.data, progress=progress, run_groups=run_groups, model_vocab_size=vocab_size)
+    manifests = [
+        prepare(part, progress=progress, run_groups=run_groups, model_vocab_size=vocab_size)
+        for part in config.data.parts().values()
+    ]
+    read_manifests(config.data, config.evaluation.sets)
+    return manifests
 
 
 def check_input(config: Config) -> None:
     """What can be known without preparing. ConfigError, DataError: it would be refused."""
-    if config.data.corpus == IMPORTED:
+    if any(part.corpus == IMPORTED for part in config.data.parts().values()):
         prepare_for(config, progress=lambda line: None)
         return
-    list_files(config.data)
+    mixture_of(config)
+    for part in config.data.parts().values():
+        list_files(part)
     _check_vocabulary(open_tokenizer(config.data).used, config.model.vocab_size if config.is_built_in else None)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from elastic.config_sections import Data
 from elastic.data.inputs import SourceFile, opened
-from elastic.data.shards import DataError
+from elastic.data.shards import LOSS_MASK, DataError
 
 LINE_BYTES_MAX = 256 << 20
 ROWS_AT_ONCE = 512
@@ -38,10 +38,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Document:
-    """UTF-8 texts that follow each other: one, or prompt and completion. Of a corpus of tokens their ids: int64."""
+    """UTF-8 texts that follow each other: one, or prompt and completion. Of a corpus of tokens their ids: int64; mask:
+    uint8, 0 where one is not learned."""
 
     texts: tuple[bytes, ...] = ()
     tokens: NDArray[np.int64] | None = None
+    mask: NDArray[np.uint8] | None = None
 
 
 def documents(piece: Piece, data: Data, end_of_document: int | None = None) -> Iterator[Document]:
@@ -183,16 +185,25 @@ def _of_token_rows(piece: Piece, stream: IO[bytes]) -> Iterator[Document]:
             f"{piece.file.path} has no column tokens or input_ids, only {', '.join(names) or 'none'}; rename the one "
             "with the tokens"
         )
-    kind = table.schema_arrow.field(field).type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not is_list or not pa.types.is_integer(kind.value_type):
-        raise DataError(f"{piece.file.path}: column {field} holds {kind}, wanted lists of integers; convert it")
-    for first, batch in _batches(piece, table, (field,)):
-        for row, value in enumerate(batch.column(field), start=first):
-            if value.values is None or value.values.null_count:
-                raise DataError(f"{piece.file.path} row {row}: {field} holds null, wanted tokens; mend it")
-            if len(value.values):
-                yield Document(tokens=value.values.to_numpy(zero_copy_only=False).astype(np.int64))
+    fields = (field, LOSS_MASK) if LOSS_MASK in names else (field,)
+    for name in fields:
+        kind = table.schema_arrow.field(name).type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        if not is_list or not (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)):
+            raise DataError(f"{piece.file.path}: column {name} holds {kind}, wanted lists of integers; convert it")
+    for first, batch in _batches(piece, table, fields):
+        for row, values in enumerate(zip(*(batch.column(name) for name in fields)), start=first):
+            for name, value in zip(fields, values):
+                if value.values is None or value.values.null_count:
+                    raise DataError(f"{piece.file.path} row {row}: {name} holds null, wanted tokens; mend it")
+            tokens, *mask = (value.values.to_numpy(zero_copy_only=False).astype(np.int64) for value in values)
+            if mask and len(mask[0]) != len(tokens):
+                raise DataError(
+                    f"{piece.file.path} row {row} has {len(tokens)} tokens and a {LOSS_MASK} of {len(mask[0])}; wanted "
+                    "one for each"
+                )
+            if len(tokens):
+                yield Document(tokens=tokens, mask=(mask[0] != 0).astype(np.uint8) if mask else None)
 
 
 def _parquet(piece: Piece, stream: IO[bytes]) -> pq.ParquetFile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, overload
@@ -24,6 +24,7 @@ MANIFEST = "manifest.json"
 TOKENIZER_COPY = "tokenizer.json"
 SCHEMA = 2
 PIECE_BYTES = 1 << 20
+LOSS_MASK = "loss_mask"  # a column beside the tokens: 0 where one is not learned
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 ROWS_PER_SHARD_MIN = 4
@@ -198,6 +199,33 @@ class Mapped(Sequence[Values]):
         return values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Windows that were read. tokens: uint16 or uint32 [rows, seq_len + 1]. learned: uint8 of the same shape, 0 where a
+    token is not learned; None: all are."""
+
+    tokens: Values
+    learned: Values | None = None
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Views of rows [start, stop)."""
+        return Rows(tokens=self.tokens[start:stop], learned=None if self.learned is None else self.learned[start:stop])
+
+    @classmethod
+    def joined(cls, parts: Mapping[int, Rows], places: Mapping[int, NDArray[np.int64]]) -> Self:
+        """Rows of several corpora as one: places[key] says where the rows of parts[key] go."""
+        count = sum(len(its) for its in places.values())
+        first = next(iter(parts.values())).tokens
+        tokens = np.empty((count, first.shape[1]), dtype=first.dtype)
+        masked = any(part.learned is not None for part in parts.values())
+        learned = np.ones(tokens.shape, dtype=np.uint8) if masked else None
+        for key, its in places.items():
+            tokens[its] = parts[key].tokens
+            if learned is not None and (mask := parts[key].learned) is not None:
+                learned[its] = mask
+        return cls(tokens=tokens, learned=learned)
+
+
 class Corpus:
     """One split of a prepared corpus, memory-mapped. `values`: the tokens of each shard, of one dtype.
 
@@ -248,7 +276,7 @@ class Corpus:
         """How many windows of `seq_len` tokens there are; each needs one token more for its last target."""
         return max(0, (self.tokens - 1) // seq_len)
 
-    def order(self, *, seed: int, seq_len: int, lanes: int) -> Order:
+    def order(self, *, seed: int, seq_len: int, lanes: int, name: str = "", source: int = 0) -> Order:
         """In which a run reads it whose steps have `lanes` samples. ValueError: there is no window."""
         return order_of(
             fingerprint=self.fingerprint,
@@ -256,7 +284,14 @@ class Corpus:
             windows=self.windows(seq_len),
             window_bytes=seq_len * self.dtype.itemsize,
             lanes=lanes,
+            name=name,
+            source=source,
         )
+
+    def rows(self, indices: NDArray[np.uint64], seq_len: int) -> Rows:
+        """Copies of these windows, with all that is known of their tokens. IndexError: there is no such window."""
+        learned = None if self.masks is None else self.masks.gather(indices, seq_len)
+        return Rows(tokens=self.gather(indices, seq_len), learned=learned)
 
     def window(self, index: int, seq_len: int) -> Values:
         """Tokens [index * seq_len, (index + 1) * seq_len] of the split's stream: uint16 or uint32 [seq_len + 1].

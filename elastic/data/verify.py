@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from elastic.config import ElasticError
 from elastic.data.shards import (
+    LOSS_MASK,
     PIECE_BYTES,
     SPLITS,
     TOKENIZER_COPY,
@@ -112,11 +113,11 @@ def _arrow_damages(path: Path, whole: pa.Buffer, shard: Shard, manifest: Manifes
     largest = max((int(part.max()) for part in _parts(values)), default=0)
     if largest >= manifest.vocab_size:
         yield f"{path} has token {largest}, wanted less than the vocabulary of {manifest.vocab_size}"
-    has_mask = "loss_mask" in batch.schema.names
+    has_mask = LOSS_MASK in batch.schema.names
     if has_mask != (shard.mask_offset is not None):
         yield f"{path} has {'a' if has_mask else 'no'} loss mask, the manifest says otherwise"
     elif has_mask:
-        mask = batch.column("loss_mask")
+        mask = batch.column(LOSS_MASK)
         if len(mask.values) != shard.tokens or any(part.max() > 1 for part in _parts(mask.values.to_numpy())):
             yield f"{path}: the loss mask is not a 0 or 1 for each token"
         if mask.values.buffers()[1].address - whole.address != shard.mask_offset:

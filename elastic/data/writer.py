@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from elastic.data.shards import PIECE_BYTES, DataError, Shard, Split, TokenDtype, Values, sidecar_of
+from elastic.data.shards import LOSS_MASK, PIECE_BYTES, DataError, Shard, Split, TokenDtype, Values, sidecar_of
 from elastic.storage.files import replace_file
 
 
@@ -123,7 +123,7 @@ def unwritable(directory: Path, error: OSError) -> DataError:
 
 def _write_arrow(path: Path, offsets: NDArray[np.int64], values: Values, mask: NDArray[np.uint8] | None) -> None:
     """One record batch, one row per document."""
-    columns = {"tokens": values} if mask is None else {"tokens": values, "loss_mask": mask}
+    columns = {"tokens": values} if mask is None else {"tokens": values, LOSS_MASK: mask}
     batch = pa.record_batch(
         [pa.LargeListArray.from_arrays(_arrow(offsets), _arrow(column)) for column in columns.values()],
         names=list(columns),
@@ -151,5 +151,5 @@ def _places(path: Path, nbytes: int) -> tuple[int, int, int | None]:
             assert column.offset == 0 and column.values.offset == 0, "a freshly written column starts at its buffer"
             places[name] = (column.values.buffers()[1].address - whole.address, column.buffers()[1].address)
         values_offset, offsets_address = places["tokens"]
-        mask_offset = places["loss_mask"][0] if "loss_mask" in places else None
+        mask_offset = places[LOSS_MASK][0] if LOSS_MASK in places else None
         return values_offset, offsets_address - whole.address, mask_offset

@@ -23,7 +23,7 @@ from elastic.checkpoint.board import Progress
 from elastic.checkpoint.errors import CheckpointError
 from elastic.checkpoint.restore import restore
 from elastic.config import Config, ElasticError, TaskError
-from elastic.data.loader import MicroBatch, Slice
+from elastic.data.loader import EvaluationSet, MicroBatch, Slice
 from elastic.events import Exit, StepRecord
 from elastic.parallel.apply import parallelize
 from elastic.parallel.fsdp import accumulate, repeated_blocks
@@ -57,7 +57,7 @@ class Samples(Protocol):
 
     def micro_batches(self, step: int) -> list[Slice]: ...
 
-    def held_out(self) -> list[Slice]: ...
+    def held_out(self) -> list[EvaluationSet]: ...
 
 
 class SnapshotBlocked(ElasticError):
@@ -213,7 +213,7 @@ class Context:
                 self.state.pack()
                 check_alike(self.entries, self.device)
             final = self.step >= self.assignment.until_step or word.stop > 0
-            held_out = self._evaluate(model, loss) if loss is not None and self._evaluates() else None
+            held_out = self._evaluate(model, loss) if loss is not None and self._evaluates() else {}
             self._record(step, held_out, rate=rate, seconds=time.perf_counter() - began_s)
             began_s = time.perf_counter()
             if final or word.snapshot == self.assignment.world:
@@ -315,20 +315,24 @@ class Context:
         return self.step % self.config.evaluation.interval_steps == 0 or self.step == self.config.steps
 
     @torch.no_grad()
-    def _evaluate(self, model: nn.Module, loss: Loss) -> float:
-        """Mean loss, in nats per token, of the held-out samples over all ranks."""
+    def _evaluate(self, model: nn.Module, loss: Loss) -> dict[str, float]:
+        """Mean loss, in nats per token, over all ranks: of each held-out set by its name, under "" of those that
+        count."""
         self._phase(Phase.EVALUATE)
         model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in self.samples.held_out():
-            sums[0] += loss(model, batch.to(self.device))
-            sums[1] += batch.targets
+        sets = self.samples.held_out()
+        sums = torch.zeros(len(sets), 2, dtype=torch.float64, device=self.device)
+        for row, one in zip(sums, sets):
+            for batch in one.batches:
+                row[0] += loss(model, batch.to(self.device))
+                row[1] += batch.targets
         model.train()
         dist.all_reduce(sums)
-        total, tokens = sums.tolist()
-        return total / tokens if tokens else math.nan
+        told = {one.name: row for one, row in zip(sets, sums)}
+        told[""] = sums[[one.counts for one in sets]].sum(0)
+        return {name: float(total / tokens) if tokens else math.nan for name, (total, tokens) in told.items()}
 
-    def _record(self, step: Step, held_out: float | None, *, rate: float, seconds: float) -> None:
+    def _record(self, step: Step, held_out: dict[str, float], *, rate: float, seconds: float) -> None:
         if self.seat is None or step.ended is None:
             return
         began_s = time.perf_counter()
@@ -345,7 +349,8 @@ class Context:
             grad_norm=norm,
             lr=rate,
             seconds=seconds,
-            held_out=held_out,
+            held_out=held_out.pop("", None),
+            held_out_sets=held_out if len(held_out) > 1 else {},
             upkeep_s=self._upkeep_s,
             metrics=self._metrics,
         )

@@ -25,7 +25,8 @@ from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.errors import Damaged, SourceFailed, StateError
 from elastic.config import Config, ConfigError, TaskError
 from elastic.config_sections import Sizes
-from elastic.data.loader import Loader, Slice, held_out_batches
+from elastic.data.feed import feed_of, open_corpora
+from elastic.data.loader import EvaluationSet, Loader, Slice, held_out_batches
 from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
 from elastic.plan import Assignment, Endpoint, Member
@@ -47,7 +48,6 @@ class Inheritance:
     """What a trainer is born with: the host's descriptors and settings, through the template."""
 
     config: Config
-    prepared: Path
     log_dir: Path
     threads: int
     token: str
@@ -61,7 +61,7 @@ def run(inheritance: Inheritance, channel: socket.socket, *, warm: bool) -> int:
     torch.set_num_threads(inheritance.threads)
     arena = Arena.attach(inheritance.arena_fd)
     probes = Probes(channel)
-    corpora = Corpora(inheritance.prepared)
+    corpora = Corpora(inheritance.config)
     if warm:
         rehearse(inheritance.config)
         arena.map_own()
@@ -234,21 +234,25 @@ def smallest(config: Config) -> Config:
 
 
 class Corpora:
-    """The two splits of the prepared corpus, opened once: by a standby ahead of time."""
+    """What is trained on and what is evaluated, by name, opened once: by a standby ahead of time."""
 
-    def __init__(self, prepared: Path) -> None:
-        self._prepared = prepared
+    def __init__(self, config: Config) -> None:
+        self._config = config
 
     def open(self) -> None:
-        assert self.train.tokens and self.held_out.tokens
+        assert self.train and self.held_out and self.sets is not None
 
     @cached_property
-    def train(self) -> Corpus:
-        return Corpus.open(self._prepared, "train")
+    def train(self) -> dict[str, Corpus]:
+        return open_corpora(self._config.data, "train")
 
     @cached_property
-    def held_out(self) -> Corpus:
-        return Corpus.open(self._prepared, "held_out")
+    def held_out(self) -> dict[str, Corpus]:
+        return open_corpora(self._config.data, "held_out")
+
+    @cached_property
+    def sets(self) -> dict[str, Corpus]:
+        return {one.name: Corpus.open(Path(one.prepared), "held_out") for one in self._config.evaluation.sets}
 
 
 class MadeUpCorpora(Corpora):
@@ -256,7 +260,9 @@ class MadeUpCorpora(Corpora):
 
     def __init__(self, config: Config) -> None:
         values = [np.zeros(4 * config.model.seq_len + 1, dtype=np.uint16)]
-        self.train = self.held_out = Corpus(fingerprint="", vocab_size=config.model.vocab_size, values=values)
+        made_up = Corpus(fingerprint="", vocab_size=config.model.vocab_size, values=values)
+        self.train = self.held_out = dict.fromkeys(config.data.parts(), made_up)
+        self.sets = dict.fromkeys((one.name for one in config.evaluation.sets), made_up)
 
 
 class CorpusSamples:
@@ -270,7 +276,7 @@ class CorpusSamples:
     def micro_batches(self, step: int) -> list[Slice]:
         return self._loader.micro_batches(step)
 
-    def held_out(self) -> list[Slice]:
+    def held_out(self) -> list[EvaluationSet]:
         return self._held_out
 
     def close(self) -> None:
@@ -279,18 +285,24 @@ class CorpusSamples:
     @cached_property
     def _loader(self) -> Loader:
         return Loader(
-            self._corpora.train,
-            seed=self._config.seed,
+            feed_of(self._config, self._corpora.train),
             global_samples=self._config.batch.global_samples,
-            seq_len=self._config.model.seq_len,
             plan=self._assignment.plan,
             rank=self._assignment.rank,
         )
 
     @cached_property
-    def _held_out(self) -> list[Slice]:
+    def _held_out(self) -> list[EvaluationSet]:
+        sources = [EvaluationSet(name=name, batches=self._batches(one)) for name, one in self._corpora.held_out.items()]
+        further = [
+            EvaluationSet(name=name, batches=self._batches(one), counts=False)
+            for name, one in self._corpora.sets.items()
+        ]
+        return sources + further
+
+    def _batches(self, corpus: Corpus) -> list[Slice]:
         return held_out_batches(
-            self._corpora.held_out,
+            corpus,
             samples=self._config.evaluation.samples,
             micro_samples=self._config.batch.micro_samples,
             seq_len=self._config.model.seq_len,

@@ -68,7 +68,6 @@ def _inherit(settings: dict[str, Any]) -> Any:
     extend_path(config)
     return Inheritance(
         config=config,
-        prepared=Path(settings["prepared"]),
         log_dir=Path(settings["log_dir"]),
         threads=settings["threads"],
         token=settings["token"],

@@ -10,7 +10,8 @@ import pytest
 from elastic.cluster import twin
 from elastic.cluster.run_logs import trainer_lines
 from elastic.config import Config
-from elastic.report import entries_of, verify_data
+from elastic.proof import verify_data
+from elastic.report import entries_of
 from tests.chaos.driving import Driving
 from tests.process.running import small
 

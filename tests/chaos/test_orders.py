@@ -13,7 +13,8 @@ import ray
 from ray.core.generated import autoscaler_pb2
 
 from elastic.cluster.coordinator import MEMORY
-from elastic.report import entries_of, verify_data
+from elastic.proof import verify_data
+from elastic.report import entries_of
 from tests.chaos.driving import Driving
 from tests.process.running import small
 

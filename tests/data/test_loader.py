@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from elastic.config_sections import Data
+from elastic.data.feed import Feed, check_windows
 from elastic.data.loader import PADDING_ID, Loader, Slice, held_out_batches
 from elastic.data.order import Order, digest, window_of
 from elastic.data.prepare import prepare
@@ -29,8 +30,13 @@ def build_corpus(tokens: int = 16 * 57 + 9) -> Corpus:
 
 
 def build_loader(plan: Plan, rank: int, corpus: Corpus | None = None, **changes: int) -> Loader:
-    fields = {"seed": 7, "global_samples": GLOBAL_SAMPLES, "seq_len": SEQ_LEN} | changes
-    return Loader(corpus or build_corpus(), **fields, plan=plan, rank=rank)
+    fields = {"global_samples": GLOBAL_SAMPLES} | changes
+    return Loader(build_feed(corpus or build_corpus(), lanes=fields["global_samples"]), **fields, plan=plan, rank=rank)
+
+
+def build_feed(corpus: Corpus, *, seed: int = 7, lanes: int = GLOBAL_SAMPLES) -> Feed:
+    order = corpus.order(seed=seed, seq_len=SEQ_LEN, lanes=lanes)
+    return Feed(seq_len=SEQ_LEN, corpora=(corpus,), orders=(order,))
 
 
 def readers() -> list[threading.Thread]:
@@ -79,7 +85,7 @@ def test_any_plan_gives_the_steps_samples_in_order(plan: Plan) -> None:
 
 
 def check_rows(corpus: Corpus, slice_: Slice) -> None:
-    assert slice_.windows.dtype == np.uint16, "narrow until it is on the device"
+    assert slice_.rows.tokens.dtype == np.uint16, "narrow until it is on the device"
     batch = slice_.to(torch.device("cpu"))
     assert slice_.targets == batch.targets.numel()
     assert batch.tokens.shape == batch.targets.shape == (len(batch.ids), SEQ_LEN)
@@ -122,13 +128,13 @@ def test_the_thread_starts_with_the_first_use_and_ends_with_close() -> None:
 class Counting(Corpus):
     """A corpus that counts, and fails when told to, or at one window."""
 
-    rows = 0
+    rows_read = 0
     broken: int | None = None
 
     def gather(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
         if self.broken == -1 or self.broken in indices.tolist():
             raise OSError("the disk is gone")
-        self.rows += len(indices)
+        self.rows_read += len(indices)
         return super().gather(indices, seq_len)
 
 
@@ -139,17 +145,15 @@ def build_counting() -> Counting:
 def test_reads_ahead_but_not_without_bound() -> None:
     """Eight steps of 10 samples x 17 tokens x 2 bytes."""
     corpus = build_counting()
-    loader = Loader(
-        corpus, seed=7, global_samples=GLOBAL_SAMPLES, seq_len=SEQ_LEN, plan=PLANS[0], rank=0, ahead_bytes=2720
-    )
+    loader = build_loader(PLANS[0], 0, corpus, ahead_bytes=2720)
 
     def settled() -> int:
         """Steps read, once the thread sleeps."""
         threading.Event().wait(0.3)
-        return corpus.rows // GLOBAL_SAMPLES
+        return corpus.rows_read // GLOBAL_SAMPLES
 
     loader.micro_batches(0)
-    wait_until(lambda: corpus.rows >= 8 * GLOBAL_SAMPLES)
+    wait_until(lambda: corpus.rows_read >= 8 * GLOBAL_SAMPLES)
     first = settled()
     assert first in (8, 9), "eight are ready, counted before or after the first was taken"
     for step in range(1, 3):
@@ -157,7 +161,7 @@ def test_reads_ahead_but_not_without_bound() -> None:
     assert settled() == first, "five or six are ready: it sleeps on"
     for step in range(3, 6):
         loader.micro_batches(step)
-    wait_until(lambda: corpus.rows >= 12 * GLOBAL_SAMPLES)
+    wait_until(lambda: corpus.rows_read >= 12 * GLOBAL_SAMPLES)
     assert settled() <= 14
     loader.close()
 
@@ -188,8 +192,8 @@ def test_a_failure_in_the_thread_reaches_the_caller() -> None:
 
 def test_a_corpus_without_a_window_is_refused() -> None:
     small = build_corpus(tokens=401)
-    with pytest.raises(DataError, match="has 401 tokens, one window of seq_len 401 needs 402"):
-        build_loader(PLANS[0], 0, small, seq_len=401)
+    with pytest.raises(DataError, match="source web has 401 tokens, one window of seq_len 401 needs 402"):
+        check_windows(small, 401, "web")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
@@ -202,8 +206,8 @@ def test_held_out_windows_are_the_same_for_each_world(world: int, samples: int) 
         for rank in range(world)
     ]
     assert len({len(batches) for batches in ranks}) == 1
-    assert len({batch.windows.shape for batches in ranks for batch in batches}) == 1
-    assert len(ranks[0][0].windows) <= 3
+    assert len({batch.rows.tokens.shape for batches in ranks for batch in batches}) == 1
+    assert len(ranks[0][0].rows.tokens) <= 3
     real = []
     for slice_ in (slice_ for slices in ranks for slice_ in slices):
         batch = slice_.to(torch.device("cpu"))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.data.order import WHOLE_BYTES, Order, digest, hash64, order_of, permute, window_of
+from elastic.data.order import WHOLE_BYTES, Order, digest, epoch_of, hash64, order_of, permute, source_of, window_of
 
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 20_000))
 SEEDS = st.integers(0, 2**63)
@@ -20,11 +20,11 @@ def ids(windows: int, start: int, count: int, *, seed: int = 0, fingerprint: str
 
 
 @settings(deadline=None)
-@given(windows=SIZES, seed=SEEDS, epoch=st.integers(0, 2**20))
+@given(windows=SIZES, seed=SEEDS, epoch=st.integers(0, 2**20 - 1))
 def test_each_epoch_holds_each_window_once(windows: int, seed: int, epoch: int) -> None:
     got = ids(windows, epoch * windows, windows, seed=seed)
     assert got.dtype == np.uint64
-    assert (got >> np.uint64(40) == epoch).all()
+    assert (epoch_of(got) == epoch).all() and not source_of(got).any()
     assert np.array_equal(np.sort(window_of(got)), np.arange(windows, dtype=np.uint64))
 
 
@@ -67,7 +67,7 @@ def test_blocks_are_for_corpora_that_no_cache_holds() -> None:
 @given(windows=st.integers(1, 500), data=st.data())
 def test_any_division_into_shares_gives_the_same_samples(windows: int, data: st.DataObject) -> None:
     """Read in one piece, or cut anywhere (also across epochs): the same ids in the same order, digests add up."""
-    start = data.draw(st.integers(0, windows * 2**20))
+    start = data.draw(st.integers(0, windows * 2**19))
     count = data.draw(st.integers(0, windows * 5))
     whole = ids(windows, start, count)
     edges = [0, *sorted(data.draw(st.lists(st.integers(0, count), max_size=8))), count]
@@ -134,10 +134,10 @@ def test_digest_tells_a_lost_and_a_repeated_sample() -> None:
 def test_the_order_never_changes_between_versions() -> None:
     """A resumed run needs the order that it began with: these values are part of the format."""
     assert window_of(ids(1000, 0, 5)).tolist() == [255, 735, 575, 606, 568]
-    assert f"{digest(ids(1000, 995, 10)):016x}" == "54d86c16ca2434f5"
+    assert f"{digest(ids(1000, 995, 10)):016x}" == "d4e3290e766a268a"
 
 
-@pytest.mark.parametrize(("windows", "start"), [(0, 0), (2**40 + 1, 0), (10, -1), (1, 2**24)])
+@pytest.mark.parametrize(("windows", "start"), [(0, 0), (2**36 + 1, 0), (10, -1), (1, 2**20)])
 def test_what_an_id_cannot_name_is_refused(windows: int, start: int) -> None:
     with pytest.raises(ValueError, match=r"wanted 1 to|lie outside"):
         ids(windows, start, 1)

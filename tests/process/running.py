@@ -72,7 +72,6 @@ def settings_of(coordinator: Coordinator, config: Config, node: str) -> HostSett
         slot=0,
         address="127.0.0.1",
         log_dir=config.run_dir() / f"logs-{node}",
-        prepared=Path(config.data.prepared),
     )
 
 
@@ -113,7 +112,7 @@ class Running:
 
     def __init__(self, config: Config, path: Path, *, nodes: int, hosts_per_node: int) -> None:
         self.config = config
-        self.cluster = LocalCluster(config, log_dir=path / "logs", prepared=Path(config.data.prepared))
+        self.cluster = LocalCluster(config, log_dir=path / "logs")
         self.seen = _Recorded(self.cluster)
         store = store_at(config.place())
         log = CommitLog(store)

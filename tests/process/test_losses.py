@@ -10,7 +10,7 @@ import pytest
 
 from elastic.checkpoint.log import CommitLog
 from elastic.controller.state import Phase
-from elastic.report import verify_data
+from elastic.proof import verify_data
 from elastic.storage.store import store_at
 from elastic.telemetry import journal
 from elastic.telemetry.lineage import lineage

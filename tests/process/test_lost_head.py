@@ -16,7 +16,8 @@ from elastic.checkpoint.log import CommitLog
 from elastic.cluster.coordinator import GENERATIONS_LOST_MAX, Coordinator
 from elastic.cluster.host import run_host
 from elastic.config import Config
-from elastic.report import summary_lines, verify_data
+from elastic.proof import verify_data
+from elastic.report import summary_lines
 from elastic.resume import Resume
 from elastic.storage.store import store_at
 from elastic.telemetry import ledger

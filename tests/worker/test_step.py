@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from elastic.config_sections import Optimizer
 from elastic.data.loader import Slice
 from elastic.data.order import digest
+from elastic.data.shards import Rows
 from elastic.worker.schedule import warmup_cosine
 from elastic.worker.step import Step, Word, limbs_of, random_seed, scale, squared_norm
 
@@ -66,7 +67,7 @@ def test_an_empty_share_of_the_parameters_has_no_norm() -> None:
 def _step(marks: list[str]) -> tuple[Step, torch.Tensor]:
     batches = [
         Slice(
-            windows=np.zeros((rows, 4), dtype=np.uint16),
+            rows=Rows(tokens=np.zeros((rows, 4), dtype=np.uint16)),
             ids=np.arange(first, first + rows, dtype=np.uint64),
             first_sample=first,
         )
