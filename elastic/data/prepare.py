@@ -22,6 +22,7 @@ from elastic.config_sections import Data
 from elastic.data.feed import mixture_of, read_manifests
 from elastic.data.groups import (
     PARTS,
+    READING,
     Group,
     GroupDone,
     Recipe,
@@ -35,6 +36,7 @@ from elastic.data.groups import (
 )
 from elastic.data.inputs import Kind, SourceFile, list_files, listing_sha256
 from elastic.data.pool import run_groups
+from elastic.data.remote import prepared_at
 from elastic.data.shards import (
     MANIFEST,
     SCHEMA,
@@ -69,13 +71,15 @@ class Tokens:
     used: UsedTokenizer
 
 
-def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> list[Path]:
-    """As `prepare`, for a run: each of its sources. ConfigError also where the built-in model's vocabulary is smaller
-    than the corpus's, or where what is mixed or evaluated does not fit together."""
+def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> list[Path | str]:
+    """As `prepare`, for a run: each of its sources; one behind a URL must be there. ConfigError also where the built-in
+    model's vocabulary is smaller than the corpus's, or where what is mixed or evaluated does not fit together."""
     mixture_of(config)
     vocab_size = config.model.vocab_size if config.is_built_in else None
     manifests = [
-        prepare(part, progress=progress, run_groups=run_groups, model_vocab_size=vocab_size)
+        _uploaded(part, vocab_size)
+        if "://" in part.prepared
+        else prepare(part, progress=progress, run_groups=run_groups, model_vocab_size=vocab_size)
         for part in config.data.parts().values()
     ]
     read_manifests(config.data, config.evaluation.sets)
@@ -84,13 +88,18 @@ def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_gr
 
 def check_input(config: Config) -> None:
     """What can be known without preparing. ConfigError, DataError: it would be refused."""
-    if any(part.corpus == IMPORTED for part in config.data.parts().values()):
+    parts = config.data.parts().values()
+    if all("://" in part.prepared for part in parts) or any(part.corpus == IMPORTED for part in parts):
         prepare_for(config, progress=lambda line: None)
         return
     mixture_of(config)
-    for part in config.data.parts().values():
-        list_files(part)
-    _check_vocabulary(open_tokenizer(config.data).used, config.model.vocab_size if config.is_built_in else None)
+    vocab_size = config.model.vocab_size if config.is_built_in else None
+    for part in parts:
+        if "://" in part.prepared:
+            _uploaded(part, vocab_size)
+        else:
+            list_files(part)
+    _check_vocabulary(open_tokenizer(config.data).used, vocab_size)
 
 
 def prepare(
@@ -109,7 +118,9 @@ def prepare(
     can't be read or written; then there is no manifest, or the one from before.
     """
     if "://" in data.prepared:
-        raise ConfigError(f"data.prepared {data.prepared}: wanted a directory; prepare it there, then copy it")
+        raise ConfigError(
+            f"data.prepared {data.prepared}: wanted a directory; prepare it there, then `elastic data upload` it"
+        )
     directory = Path(data.prepared)
     if data.corpus == IMPORTED:
         manifest = read_manifest(directory)
@@ -133,6 +144,12 @@ def prepare(
                     raise
     _check_vocabulary(read_manifest(directory).tokenizer, model_vocab_size)
     return directory / MANIFEST
+
+
+def _uploaded(data: Data, model_vocab_size: int | None) -> str:
+    """As `prepare`, of what is there already, whatever it was made of."""
+    _check_vocabulary(read_manifest(prepared_at(data)).tokenizer, model_vocab_size)
+    return f"{data.prepared.rstrip('/')}/{MANIFEST}"
 
 
 def _recipe(data: Data, used: UsedTokenizer, tokens: Tokens | None) -> Recipe:
@@ -210,7 +227,7 @@ def _check_vocabulary(used: UsedTokenizer, model_vocab_size: int | None) -> None
 def _describe_input(data: Data, files: list[SourceFile], tokens: Tokens | None) -> dict[str, object]:
     return {
         "schema": SCHEMA,
-        "settings": data.model_dump(mode="json", exclude={"prepared", "corpus_options"}),
+        "settings": data.model_dump(mode="json", exclude={"prepared", "corpus_options", *READING}),
         "files": listing_sha256(files),
         "tokenizer": tokens.used.sha256 if tokens else sha256_of(data.tokenizer),
         "tokens": [tokens.kind, tokens.used.vocab_size, tokens.used.end_of_document] if tokens else None,

@@ -10,8 +10,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,10 @@ from numpy.typing import NDArray
 from elastic.config import ElasticError
 from elastic.data.order import Order, order_of
 from elastic.schema import refusal
+
+if TYPE_CHECKING:
+    from elastic.data.fetch import Wanted
+    from elastic.data.remote import Fetched, Prepared, Remote
 
 MANIFEST = "manifest.json"
 TOKENIZER_COPY = "tokenizer.json"
@@ -116,21 +121,23 @@ def dtype_of(vocab_size: int) -> TokenDtype:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def read_manifest(prepared: Path) -> Manifest:
-    """The manifest in directory `prepared`. DataError: there is none, or it is not what was written.
+def read_manifest(prepared: Path | Prepared) -> Manifest:
+    """The manifest in directory or at URL `prepared`. DataError: there is none, or it is not what was written.
+    StorageUnavailable: the URL's storage is down.
 
     Looks at no shard: 16,000 of them take a fraction of a second.
     """
-    path = prepared / MANIFEST
+    path = f"{prepared}/{MANIFEST}"
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(Path(path).read_bytes() if isinstance(prepared, Path) else prepared.manifest_bytes())
         schema, fingerprint = raw.pop("schema"), raw.pop("fingerprint")
-        if why := refusal(str(path), schema, SCHEMA):
+        if why := refusal(path, schema, SCHEMA):
             raise DataError(f"{why}, or {_AGAIN} {prepared}")
         splits = {name: tuple(Shard(**shard) for shard in split) for name, split in raw.pop("splits").items()}
         manifest = Manifest(tokenizer=UsedTokenizer(**raw.pop("tokenizer")), splits=splits, **raw)
     except FileNotFoundError:
-        raise DataError(f"no corpus in {prepared}: {MANIFEST} is missing; prepare it first") from None
+        how = "" if "://" not in path else " into a directory, then `elastic data upload` it there"
+        raise DataError(f"no corpus in {prepared}: {MANIFEST} is missing; prepare it first{how}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no manifest ({error!r}); {_AGAIN} {prepared}") from error
     if manifest.fingerprint != fingerprint:
@@ -250,19 +257,22 @@ class Corpus:
         self.tokens = int(self._ends[-1])
 
     @classmethod
-    def open(cls, prepared: Path, split: Split) -> Self:
-        """Map the shards of `split`. DataError: nothing prepared, no such split, a file of wrong size."""
+    def open(cls, prepared: Path | Prepared, split: Split) -> Self:
+        """Map the shards of `split`. DataError: nothing prepared, no such split, a file of wrong size. Of a URL only
+        the manifest is read now. StorageUnavailable: not even that can be."""
         manifest = read_manifest(prepared)
         shards = manifest.splits.get(split, ())
         if not shards:
             raise DataError(f"{prepared} has no split {split!r}, it has {', '.join(manifest.splits) or 'none'}")
-        check_sizes(prepared, shards)
+        if isinstance(prepared, Path):
+            check_sizes(prepared, shards)
+        values_of = partial(Mapped, prepared, shards) if isinstance(prepared, Path) else prepared.values_of(shards)
         lengths, of_masks = [shard.tokens for shard in shards], [shard.mask_offset for shard in shards]
-        masks = Mapped(prepared, shards, "uint8", of_masks) if any(at is not None for at in of_masks) else None
+        masks = values_of("uint8", of_masks) if any(at is not None for at in of_masks) else None
         return cls(
             fingerprint=manifest.fingerprint,
             vocab_size=manifest.vocab_size,
-            values=Mapped(prepared, shards, manifest.dtype, [shard.values_offset for shard in shards]),
+            values=values_of(manifest.dtype, [shard.values_offset for shard in shards]),
             lengths=lengths,
             masks=Corpus(fingerprint="", vocab_size=2, values=masks, lengths=lengths) if masks else None,
         )
@@ -270,7 +280,7 @@ class Corpus:
     @property
     def dtype(self) -> np.dtype[Any]:
         """uint16 or uint32, of every window."""
-        return self._values[0].dtype
+        return self._values.dtype if is_fetched(self._values) else self._values[0].dtype
 
     def windows(self, seq_len: int) -> int:
         """How many windows of `seq_len` tokens there are; each needs one token more for its last target."""
@@ -293,18 +303,35 @@ class Corpus:
         learned = None if self.masks is None else self.masks.gather(indices, seq_len)
         return Rows(tokens=self.gather(indices, seq_len), learned=learned)
 
+    @property
+    def remote(self) -> Remote | None:
+        """Where it is fetched from; None: it lies in files of this node."""
+        return self._values.remote if is_fetched(self._values) else None
+
+    def expect(self, indices: NDArray[np.uint64], seq_len: int) -> Wanted | None:
+        """These windows are read soon. Does not wait. None: there is nothing to fetch."""
+        if not is_fetched(self._values):
+            return None
+        wanted = self._values.expect_windows(self._ends, indices, seq_len)
+        return wanted if self.masks is None else wanted.joined(self.masks.expect(indices, seq_len))
+
     def window(self, index: int, seq_len: int) -> Values:
         """Tokens [index * seq_len, (index + 1) * seq_len] of the split's stream: uint16 or uint32 [seq_len + 1].
 
-        A view into the map, or a copy where it crosses shards. IndexError: there is no such window.
+        A view into the map, or a copy where it crosses shards or is fetched. IndexError: there is no such window.
         """
         if not 0 <= index < self.windows(seq_len):
             raise IndexError(f"window {index} of {self.windows(seq_len)} (seq_len {seq_len})")
+        if is_fetched(self._values):
+            return self.gather(np.array([index], np.uint64), seq_len)[0]
+        return self._window(index, seq_len, self._values)
+
+    def _window(self, index: int, seq_len: int, values: Sequence[Values]) -> Values:
         start, stop = index * seq_len, (index + 1) * seq_len + 1
         at = int(np.searchsorted(self._ends, start, side="right"))
         parts = []
         while start < stop:
-            part, end = self._values[at], int(self._ends[at])
+            part, end = values[at], int(self._ends[at])
             begin = end - len(part)
             parts.append(part[start - begin : stop - begin])
             start, at = end, at + 1
@@ -314,6 +341,11 @@ class Corpus:
         """Copies of these windows: [len(indices), seq_len + 1]. IndexError: there is no such window."""
         if len(indices) and int(indices.max()) >= self.windows(seq_len):
             raise IndexError(f"window {indices.max()} of {self.windows(seq_len)} (seq_len {seq_len})")
+        if is_fetched(self._values):
+            return self._values.read_windows(self._ends, indices, seq_len, self._gather)
+        return self._gather(indices, seq_len, self._values)
+
+    def _gather(self, indices: NDArray[np.uint64], seq_len: int, every: Sequence[Values]) -> Values:
         starts = indices.astype(np.int64) * seq_len
         first = np.searchsorted(self._ends, starts, side="right")
         inside = first == np.searchsorted(self._ends, starts + seq_len, side="right")
@@ -324,7 +356,7 @@ class Corpus:
         out = np.empty((len(indices), seq_len + 1), dtype=self.dtype)  # its memory is not touched before it is filled
         for shard in shards.tolist():
             rows = np.flatnonzero(inside & (first == shard))
-            values = self._values[shard]
+            values = every[shard]
             begin = int(self._ends[shard]) - len(values)
             number = -(-begin // seq_len)  # of the first window that begins in this shard
             grid = _windows_of(values[number * seq_len - begin :], seq_len)
@@ -332,8 +364,13 @@ class Corpus:
                 return grid[indices.astype(np.int64) - number]  # the usual case: copied once
             out[rows] = grid[indices[rows].astype(np.int64) - number]
         for row in np.flatnonzero(~inside).tolist():
-            out[row] = self.window(int(indices[row]), seq_len)
+            out[row] = self._window(int(indices[row]), seq_len, every)
         return out
+
+
+def is_fetched(values: Sequence[Values]) -> TypeGuard[Fetched]:
+    """Whether they have to be fetched before they are read. Without an import of what only that needs."""
+    return hasattr(values, "expect_windows")
 
 
 def _windows_of(values: Values, seq_len: int) -> Values:

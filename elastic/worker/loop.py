@@ -27,6 +27,7 @@ from elastic.config import Config, ConfigError, TaskError
 from elastic.config_sections import Sizes
 from elastic.data.feed import feed_of, open_corpora
 from elastic.data.loader import EvaluationSet, Loader, Slice, held_out_batches
+from elastic.data.remote import Prepared, prepared_at
 from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
 from elastic.plan import Assignment, Endpoint, Member
@@ -240,7 +241,10 @@ class Corpora:
         self._config = config
 
     def open(self) -> None:
-        assert self.train and self.held_out and self.sets is not None
+        try:
+            assert self.train and self.held_out and self.sets is not None
+        except StorageUnavailable as error:  # what needs it tries again
+            log.warning("the corpus can't be opened ahead of time: %s", error)
 
     @cached_property
     def train(self) -> dict[str, Corpus]:
@@ -252,7 +256,10 @@ class Corpora:
 
     @cached_property
     def sets(self) -> dict[str, Corpus]:
-        return {one.name: Corpus.open(Path(one.prepared), "held_out") for one in self._config.evaluation.sets}
+        return {one.name: self._set(one.prepared) for one in self._config.evaluation.sets}
+
+    def _set(self, place: str) -> Corpus:
+        return Corpus.open(prepared_at(self._config.data, place), "held_out")
 
 
 class MadeUpCorpora(Corpora):
@@ -263,6 +270,9 @@ class MadeUpCorpora(Corpora):
         made_up = Corpus(fingerprint="", vocab_size=config.model.vocab_size, values=values)
         self.train = self.held_out = dict.fromkeys(config.data.parts(), made_up)
         self.sets = dict.fromkeys((one.name for one in config.evaluation.sets), made_up)
+        for part in config.data.parts().values():
+            if isinstance(prepared := prepared_at(part), Prepared):
+                prepared.store(0.0)  # connects nothing; what its client imports is then here when trainers are forked
 
 
 class CorpusSamples:
