@@ -63,6 +63,7 @@ campaign: setup-dev
 	$(PY) -m pytest --hypothesis-profile=campaign --timeout=600 $$(grep -rl hypothesis.strategies tests)
 	$(PY) -m tests.sim 300 2300
 	$(PY) -m tests.storage.crash_campaign --seed 100 --rounds 10
+	$(PY) -m tests.process.kill_campaign --kills 200
 
 bench: setup-dev
 	$(PY) -m bench.recovery

@@ -330,17 +330,21 @@ def _check(config: Config, manifest: Manifest, saved: Mapping[str, Any], asked: 
     """The changes that were made and allowed. ConfigError: one line for each that is not, or can't be."""
     problems, allowed = [], []
     step = manifest.key.step
+    skipped = flat(saved).get("data.skip", [])
+    position = Skips(ranges=tuple((one["first"], one["stop"]) for one in skipped)).number(manifest.samples)
+    later = f" (at its end a range can be added that begins at {position} or later)"
     if step > config.steps:
         problems.append(f"steps {config.steps} is below {step}, where the run goes on; raise it, or --resume a STEP")
     for key, (before, now) in _changes(saved, config).items():
-        if key == "data.skip" and _only_later(before, now, manifest.samples):
+        if key == "data.skip" and _only_later(before, now, position):
             allowed.append(f"{key}: {len(now) - len(before)} ranges were added")
         elif asked.allows(key):
             allowed.append(f"{key} {before} -> {now}")
         else:
             problems.append(
                 f"{key} is {now}, the checkpoint of step {step} was trained with {before}: that changes what is "
-                f"computed; keep it, name a new run (--set run=NAME), or give --allow-change {key}"
+                f"computed; keep it{later if key == 'data.skip' else ''}, name a new run (--set run=NAME), or give "
+                f"--allow-change {key}"
             )
     sizes, wanted = _sizes(saved), _sizes(config.model_dump())
     if saved and sizes and wanted and sizes != wanted:
@@ -351,9 +355,8 @@ def _check(config: Config, manifest: Manifest, saved: Mapping[str, Any], asked: 
     return tuple(allowed)
 
 
-def _only_later(before: Sequence[Any], now: Sequence[Any], samples: int) -> bool:
-    """Whether ranges were only added to the skipped samples, after all that the first `samples` of the order were."""
-    position = Skips(ranges=tuple((one["first"], one["stop"]) for one in before)).number(samples)
+def _only_later(before: Sequence[Any], now: Sequence[Any], position: int) -> bool:
+    """Whether ranges were only added to the skipped samples, and begin at `position` or later."""
     return [*now[: len(before)]] == [*before] and all(one["first"] >= position for one in now[len(before) :])
 
 

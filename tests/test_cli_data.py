@@ -73,6 +73,11 @@ def test_import_then_train_on_it(capsys: pytest.CaptureFixture[str], tmp_path: P
     code, told, _ = run(capsys, *given, "3000")
     assert code == 0 and told.splitlines()[-1] == str(out / "manifest.json")
     assert Corpus.open(out, "held_out").window(0, 299).tolist() == list(range(300))
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"data": {"corpus": "imported", "prepared": str(out)}}))
+    (tmp_path / "job.yaml").write_text(
+        yaml.safe_dump({"data": {"corpus": "imported", "prepared": str(out)}, "batch": {"global_samples": 11}})
+    )
     code, told, _ = run(capsys, "data", "prepare", str(tmp_path / "job.yaml"), "--set", "model.vocab_size=3000")
     assert code == 0 and told == f"{out}/manifest.json\n"
+    again = ("data", "prepare", str(tmp_path / "job.yaml"), "--set", "model.vocab_size=3000")
+    code, _, told = run(capsys, *again, "--set", "batch.global_samples=12")
+    assert code == 1 and "what is trained on has 11 windows of seq_len 256, a step takes 12 samples" in told

@@ -75,9 +75,14 @@ class Feed:
         return wanted
 
     def used(self, position: int) -> tuple[int, ...]:
-        """How many samples of each source the first `position` are, those that are skipped among them included."""
+        """How many samples of each source the first `position` are."""
+        if self.mixture is None:
+            return (position,)
         stop = self.skips.number(position)
-        return (stop,) if self.mixture is None else self.mixture.used(stop)
+        used = np.array(self.mixture.used(stop))
+        for first, last in self.skips.merged():
+            used -= np.subtract(self.mixture.used(min(last, stop)), self.mixture.used(min(first, stop)))
+        return tuple(used.tolist())
 
 
 def open_corpora(data: Data, split: Split) -> dict[str, Corpus]:
@@ -86,12 +91,18 @@ def open_corpora(data: Data, split: Split) -> dict[str, Corpus]:
 
 
 def feed_of(config: Config, corpora: Mapping[str, Corpus]) -> Feed:
-    """DataError: a corpus has no window of this length. ConfigError: see `mixture_of`."""
-    seq_len = config.model.seq_len
+    """DataError: a corpus has no window of this length, or all together fewer than a step takes. ConfigError: see
+    `mixture_of`."""
+    seq_len, samples = config.model.seq_len, config.batch.global_samples
     for name, corpus in corpora.items():
         check_windows(corpus, seq_len, name)
+    if (windows := sum(corpus.windows(seq_len) for corpus in corpora.values())) < samples:
+        raise DataError(
+            f"what is trained on has {windows} windows of seq_len {seq_len}, a step takes {samples} samples "
+            "(batch.global_samples): it would use one twice; give more text, or lower one of them"
+        )
     orders = [
-        corpus.order(seed=config.seed, seq_len=seq_len, lanes=config.batch.global_samples, name=name, source=number)
+        corpus.order(seed=config.seed, seq_len=seq_len, lanes=samples, name=name, source=number)
         for number, (name, corpus) in enumerate(corpora.items())
     ]
     return Feed(

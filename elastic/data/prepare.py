@@ -19,7 +19,7 @@ from pathlib import Path
 
 from elastic.config import Config, ConfigError
 from elastic.config_sections import Data
-from elastic.data.feed import mixture_of, read_manifests
+from elastic.data.feed import feed_of, mixture_of, open_corpora, read_manifests
 from elastic.data.groups import (
     PARTS,
     READING,
@@ -73,7 +73,8 @@ class Tokens:
 
 def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> list[Path | str]:
     """As `prepare`, for a run: each of its sources; one behind a URL must be there. ConfigError also where the built-in
-    model's vocabulary is smaller than the corpus's, or where what is mixed or evaluated does not fit together."""
+    model's vocabulary is smaller than the corpus's, or where what is mixed or evaluated does not fit together.
+    DataError also where it is less than a step takes."""
     mixture_of(config)
     vocab_size = config.model.vocab_size if config.is_built_in else None
     manifests = [
@@ -83,6 +84,7 @@ def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_gr
         for part in config.data.parts().values()
     ]
     read_manifests(config.data, config.evaluation.sets)
+    feed_of(config, open_corpora(config.data, "train"))
     return manifests
 
 

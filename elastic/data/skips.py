@@ -6,7 +6,6 @@ what was used changes nothing of what was used; so the newest list alone tells t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,7 @@ class Skips:
         """The number before any deletion of the sample that is at each place of the order that is left."""
         if not self.ranges:
             return places
-        merged = _merged(self.ranges)
+        merged = self.merged()
         lengths = np.array([stop - first for first, stop in merged], dtype=np.uint64)
         skipped = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(lengths)])
         # Where each range is, in the order that is left: at that place, and from there on, it has been passed.
@@ -39,12 +38,12 @@ class Skips:
     def number(self, place: int) -> int:
         return int(self.numbers(np.array([place], dtype=np.uint64))[0])
 
-
-def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for first, stop in sorted(ranges):
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((first, stop))
-    return merged
+    def merged(self) -> list[tuple[int, int]]:
+        """The same samples as ranges that rise and don't touch."""
+        found: list[tuple[int, int]] = []
+        for first, stop in sorted(self.ranges):
+            if found and first <= found[-1][1]:
+                found[-1] = (found[-1][0], max(stop, found[-1][1]))
+            else:
+                found.append((first, stop))
+        return found

@@ -266,7 +266,8 @@ class MadeUpCorpora(Corpora):
     """Zeros in place of text, for a rehearsal."""
 
     def __init__(self, config: Config) -> None:
-        values = [np.zeros(4 * config.model.seq_len + 1, dtype=np.uint16)]
+        tokens = config.batch.global_samples * config.model.seq_len + 1  # as many as a step takes
+        values = [np.broadcast_to(np.zeros((), dtype=np.uint16), (tokens,))]
         made_up = Corpus(fingerprint="", vocab_size=config.model.vocab_size, values=values)
         self.train = self.held_out = dict.fromkeys(config.data.parts(), made_up)
         self.sets = dict.fromkeys((one.name for one in config.evaluation.sets), made_up)

@@ -99,7 +99,10 @@ def test_skipped_samples_are_never_used_and_nothing_before_them_moves(mixed: boo
     corpora = {name: corpus(name, 1) for name, _ in sources} or {"": corpus("", 1)}
     plain = feed_of(config(*sources), corpora).run(0, 400)
     skip = [{"first": 240, "stop": 288, "why": "loss spike"}, {"first": 100, "stop": 101}]
-    got = feed_of(config(*sources, skip=skip), corpora).run(0, 351)
+    skipping = feed_of(config(*sources, skip=skip), corpora)
+    got = skipping.run(0, 351)
+    counts = np.bincount(source_of(got).astype(int), minlength=len(corpora))
+    assert skipping.used(351) == tuple(counts.tolist())
     assert np.array_equal(got, np.concatenate([plain[:100], plain[101:240], plain[288:]]))
 
 
@@ -172,6 +175,8 @@ def test_bad_mixtures_are_one_sentence() -> None:
             Config.model_validate({**config(("a", 1), ("b", 1)).model_dump(), "model": {"seq_len": 17}}),
             {"a": corpus("a", 1), "b": corpus("b", 1, windows=1)},
         )
+    with pytest.raises(DataError, match="has 600 windows of seq_len 16, a step takes 601 samples"):
+        feed(("a", 1), ("b", 1), samples=601)
     for bad, told in (
         ({"sources": [{"name": "a", "corpus": "x"}] * 2}, "each once"),
         ({"sources": [{"name": "a", "corpus": "x", "weight": 0}]}, "no weight above 0"),

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from elastic.config import Config, ConfigError
-from elastic.config_sections import Model
+from elastic.config_sections import Batch, Model
 from elastic.data.prepare import check_input, prepare, prepare_for
 from elastic.data.shards import Corpus, read_manifest
 from elastic.data.tokenizer import open_file
@@ -153,13 +153,13 @@ def test_a_model_with_too_small_a_vocabulary_is_refused_before_anything_is_prepa
 ) -> None:
     write_jsonl(tmp_path / "a.jsonl", rows(60))
     data = data_of(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=tokenizer)
-    config = Config(data=data)
+    config = Config(data=data, batch=Batch(global_samples=1))
     told = r"model.vocab_size 257 is below the 400 tokens of the corpus's tokenizer \(tokenizer.json\); set"
     for refused in (lambda: check_input(config), lambda: prepare_for(config, progress=quiet)):
         with pytest.raises(ConfigError, match=told):
             refused()
     assert not (tmp_path / "out").exists()
-    prepare_for(config.model_copy(update={"model": Model(vocab_size=400)}), progress=quiet)
+    prepare_for(config.model_copy(update={"model": Model(vocab_size=400, seq_len=8)}), progress=quiet)
     with pytest.raises(ConfigError, match=told):
         prepare_for(config, progress=quiet)
-    prepare_for(config.model_copy(update={"task": "my.py:Task"}), progress=quiet)
+    prepare_for(config.model_copy(update={"task": "my.py:Task", "model": Model(seq_len=8)}), progress=quiet)
