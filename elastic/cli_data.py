@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic.config import load
+from elastic.config import ConfigError, load
+from elastic.config_sections import Data, StorageOptions
 
 DONE, FAILED = 0, 1  # exit codes, see cli
 
@@ -29,13 +30,35 @@ def add(commands: Any, set_ray_environment: Callable[[], None]) -> None:
     inspect.add_argument("--documents", type=int, default=3, metavar="N", help="of each split; default: 3")
     _add(inner, "verify", _verify, "hold every byte against its checksum; exit 1 where one is damaged")
     _add_import(inner)
+    text = "copy what is prepared to object storage; the URL is data.prepared of a job then"
+    upload: argparse.ArgumentParser = inner.add_parser("upload", help=text, description=text)
+    upload.add_argument("source", type=Path, metavar="DIR", help="what was prepared or imported")
+    _add_place(upload, "URL")
+    upload.set_defaults(command=_upload)
 
 
 def _add(inner: Any, name: str, command: Callable[..., int], text: str) -> argparse.ArgumentParser:
     sub: argparse.ArgumentParser = inner.add_parser(name, help=text, description=text)
-    sub.add_argument("directory", type=Path, metavar="DIR", help="data.prepared of a job")
+    _add_place(sub, "DIR")
     sub.set_defaults(command=command)
     return sub
+
+
+def _add_place(sub: argparse.ArgumentParser, metavar: str) -> None:
+    sub.add_argument("place", metavar=metavar, help="data.prepared of a job: a directory, or a URL")
+    sub.add_argument("--endpoint", metavar="URL", help="of its service (data.prepared_options.endpoint)")
+    sub.add_argument("--region", help="of its bucket (data.prepared_options.region)")
+
+
+def _place(parsed: argparse.Namespace) -> Any:
+    """A directory's path, or what lies behind a URL."""
+    from elastic.data.remote import prepared_at
+
+    try:
+        options = StorageOptions(endpoint=parsed.endpoint, region=parsed.region)
+    except ValueError:
+        raise ConfigError(f"--endpoint {parsed.endpoint}: wanted http:// or https:// before it") from None
+    return prepared_at(Data(prepared=parsed.place, prepared_options=options))
 
 
 def _add_import(inner: Any) -> None:
@@ -70,18 +93,20 @@ def _prepare(parsed: argparse.Namespace, set_ray_environment: Callable[[], None]
 def _inspect(parsed: argparse.Namespace) -> int:
     from elastic.data.verify import described
 
-    for line in described(parsed.directory, parsed.documents):
+    for line in described(_place(parsed), parsed.documents):
         _say(line)
     return DONE
 
 
 def _verify(parsed: argparse.Namespace) -> int:
     from elastic.data.shards import read_manifest
+    from elastic.data.upload import damages_behind
     from elastic.data.verify import damages
 
-    manifest = read_manifest(parsed.directory)
+    place = _place(parsed)
+    manifest = read_manifest(place)
     count = 0
-    for line in damages(parsed.directory, manifest):
+    for line in damages(place, manifest) if isinstance(place, Path) else damages_behind(place, manifest):
         print(f"elastic: {line}", file=sys.stderr)
         count += 1
     shards = [shard for found in manifest.splits.values() for shard in found]
@@ -90,6 +115,16 @@ def _verify(parsed: argparse.Namespace) -> int:
         return FAILED
     nbytes, tokens = (sum(getattr(shard, name) for shard in shards) for name in ("nbytes", "tokens"))
     _say(f"OK: {len(shards)} shards, {nbytes:,} bytes, {tokens:,} tokens")
+    return DONE
+
+
+def _upload(parsed: argparse.Namespace) -> int:
+    from elastic.data.upload import upload
+
+    to = _place(parsed)
+    if isinstance(to, Path):
+        raise ConfigError(f"{to} is no URL; wanted one as s3://bucket/prefix (a directory can be copied)")
+    print(upload(parsed.source, to, progress=_say))
     return DONE
 
 

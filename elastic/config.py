@@ -125,6 +125,12 @@ class Config(Section):
         sets = [*self.data.parts(), *(one.name for one in self.evaluation.sets)]
         if twice := sorted({name for name in sets if sets.count(name) > 1}):
             problems.append(f"evaluation.sets has {twice[0]!r} twice, or beside a source of that name")
+        places = [one.prepared for one in self.data.parts().values()] + [one.prepared for one in self.evaluation.sets]
+        if self.data.packing == "best_fit" and (urls := [place for place in places if "://" in place]):
+            problems.append(
+                f"data.packing best_fit can't read {urls[0]}: its plans and documents must lie in a directory; copy "
+                "the corpus to one that all nodes see, or leave packing out"
+            )
         steps = [change.step for change in self.schedule]
         if steps != sorted(set(steps)):
             problems.append(f"schedule has steps {steps}, they must rise")

@@ -148,6 +148,9 @@ class Data(Section):
     end_of_document: the token that ends each document; empty: the tokenizer's own.
     held_out_every: one document in so many is held out, where no file's path says validation, test or held_out.
     shard_bytes: of one file of tokens, about.
+    prepared: a directory that all nodes see, or a URL to which `elastic data upload` copied one. prepared_options: of
+    that URL. What is read from there is kept in `cache`, a directory on each node, up to `cache_bytes_max` for all that
+    run there; what the next `ahead_s` seconds need is fetched ahead, up to `ahead_bytes_max` of it for each rank.
 
     sources: several corpora, mixed, in place of `corpus`; the other keys are those of each. weights: later ones, by
     step. skip: samples that are never used; a range may be added to a run where it lies after what was used.
@@ -164,6 +167,11 @@ class Data(Section):
     tokenizer: str = "bytes"
     end_of_document: str = ""
     prepared: str = "runs/data/stdlib"
+    prepared_options: StorageOptions = StorageOptions()
+    cache: str = "/tmp/elastic-data-cache"
+    cache_bytes_max: int = Field(32 << 30, ge=1 << 20)
+    ahead_s: float = Field(60.0, ge=0)
+    ahead_bytes_max: int = Field(256 << 20, ge=1 << 20)
     held_out_every: int = Field(20, ge=2)
     shard_bytes: int = Field(128 << 20, ge=1024)
     documents: Literal["joined", "apart"] = "joined"
@@ -205,7 +213,9 @@ class Data(Section):
             source.model_copy(update={"prepared": absolute(source.prepared) if source.prepared else ""})
             for source in self.sources
         )
-        return self.model_copy(update={"prepared": absolute(self.prepared), "sources": sources})
+        return self.model_copy(
+            update={"prepared": absolute(self.prepared), "cache": absolute(self.cache), "sources": sources}
+        )
 
     def parts(self) -> dict[str, Data]:
         """Each source as if it were alone, by name, in the order of names; this under "" where there are none."""

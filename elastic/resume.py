@@ -52,6 +52,11 @@ SAFE = (
     "schedule",
     "batch.micro_samples",
     "data.corpus_options",
+    "data.prepared_options",
+    "data.cache",
+    "data.cache_bytes_max",
+    "data.ahead_s",
+    "data.ahead_bytes_max",
     "data.prepared",  # a place; what lies there is known by its fingerprint
     "evaluation",
     "snapshot",

@@ -16,11 +16,14 @@ import numpy as np
 
 from elastic.config import Config, ConfigError
 from elastic.config_sections import Data, HeldOutSet
+from elastic.data.fetch import Wanted
 from elastic.data.mixing import Mixture, Stage, whole_numbers
 from elastic.data.order import SOURCES_MAX, Numbers, Order, source_of, window_of
 from elastic.data.packed import PackedCorpus
 from elastic.data.packing import packed_fingerprint
-from elastic.data.shards import Corpus, DataError, Manifest, Rows, Split, read_manifest
+from elastic.data.remote import Remote, prepared_at
+from elastic.data.rows import Rows
+from elastic.data.shards import Corpus, DataError, Manifest, Split, read_manifest
 from elastic.data.skips import Skips
 
 NO_SKIPS = Skips()
@@ -61,6 +64,20 @@ class Feed:
         found = {int(at): np.flatnonzero(which == at) for at in np.unique(which)}
         return Rows.joined({at: self.corpora[at].rows(windows[its], self.seq_len) for at, its in found.items()}, found)
 
+    @property
+    def remotes(self) -> tuple[Remote, ...]:
+        """Where corpora are fetched from; none where all lie in files of this node."""
+        return tuple(corpus.remote for corpus in self.corpora if corpus.remote is not None)
+
+    def expect(self, ids: Numbers) -> Wanted:
+        """The windows that these ids name are read soon. Does not wait."""
+        windows, which, wanted = window_of(ids), source_of(ids), Wanted()
+        for at, corpus in enumerate(self.corpora):
+            its = windows if len(self.corpora) == 1 else windows[which == at]
+            if corpus.remote is not None and len(its):
+                wanted = wanted.joined(corpus.expect(its, self.seq_len))
+        return wanted
+
     def used(self, position: int) -> tuple[int, ...]:
         """How many samples of each source the first `position` are."""
         if self.mixture is None:
@@ -79,11 +96,13 @@ def open_corpora(data: Data, split: Split) -> dict[str, Corpus]:
 
 def open_corpus(prepared: str, split: Split, data: Data) -> Corpus:
     """One of them, or a further one, to be read as `data` says."""
+    place = prepared_at(data, prepared)
     if data.packing == "best_fit":
-        packed = PackedCorpus.open(Path(prepared), split)
-        packed.place = (Path(prepared), split)
+        assert isinstance(place, Path), "refused by the configuration"
+        packed = PackedCorpus.open(place, split)
+        packed.place = (place, split)
         return packed
-    corpus = Corpus.open(Path(prepared), split)
+    corpus = Corpus.open(place, split)
     corpus.is_apart = data.documents == "apart"
     return corpus
 
@@ -146,9 +165,9 @@ def check_windows(corpus: Corpus, seq_len: int, name: str = "") -> None:
 def read_manifests(data: Data, sets: Sequence[HeldOutSet] = ()) -> dict[str, Manifest]:
     """Of each source. `sets`: to be evaluated beside them. DataError: one is not prepared. ConfigError: their
     tokens don't mean the same."""
-    found = {name: read_manifest(Path(part.prepared)) for name, part in data.parts().items()}
+    found = {name: read_manifest(prepared_at(part)) for name, part in data.parts().items()}
     first = next(iter(found))
-    evaluated = {f"evaluation.{one.name}": read_manifest(Path(one.prepared)) for one in sets}
+    evaluated = {f"evaluation.{one.name}": read_manifest(prepared_at(data, one.prepared)) for one in sets}
     for name, manifest in (found | evaluated).items():
         if manifest.tokenizer.sha256 != found[first].tokenizer.sha256 or manifest.dtype != found[first].dtype:
             raise ConfigError(

@@ -37,7 +37,11 @@ from elastic.data.writer import Writer, unwritable
 from elastic.storage.files import replace_file, sync_directory
 
 PARTS = "parts"
-HOW_READ = ("documents", "packing")  # settings that change nothing in the shards
+# Keys of `Data` that say how a corpus is read, not what is in it.
+HOW_READ = (
+    "prepared_options", "cache", "cache_bytes_max", "ahead_s", "ahead_bytes_max", "documents", "packing", "sources",
+    "weights", "skip",
+)  # fmt: skip
 _TEXTS_BYTES = 2 << 20  # that are tokenised at once
 # A compressed file's text is larger: by how much, about.
 _WEIGHTS: dict[Kind, int] = {"jsonl.gz": 4, "jsonl.zst": 4, "parquet": 3}

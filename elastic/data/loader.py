@@ -6,6 +6,7 @@ are on the device. The one module of this room that imports torch.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from elastic.data.ahead import Ahead
 from elastic.data.feed import Feed, check_windows
+from elastic.data.fetch import Wanted
 from elastic.data.order import Numbers
-from elastic.data.shards import Corpus, DataError, Rows
+from elastic.data.rows import Rows
+from elastic.data.shards import Corpus, DataError
 from elastic.model.documents import cu_seqlens_of, positions_of
 from elastic.model.shape import NO_TARGET
 from elastic.plan import Plan
@@ -27,6 +31,8 @@ IDS_AT_ONCE = 4096
 READ_BYTES = 1 << 20  # in one go: larger arrays leave the caches, and their memory is new to the process each time
 _READ_WAIT_S = 120.0
 _CLOSE_WAIT_S = 10.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,7 +143,7 @@ class Loader:
         """
         if self._reader is None or self._reader.next_step != step:
             self.close()
-            self._reader = _Reader(self, step, self._ahead)
+            self._reader = _Reader(self, step, self._ahead, Ahead(self.expect, self._feed.remotes))
         return self._reader.take()
 
     def read(self, step: int, steps: int = 1) -> list[list[Slice]]:
@@ -153,6 +159,10 @@ class Loader:
                 slices.append(Slice(rows=read.part(at + a, at + b), ids=ids[at + a : at + b], first_sample=first))
             found.append(slices)
         return found
+
+    def expect(self, step: int, steps: int) -> Wanted:
+        """What these steps need is fetched, where that is not here. Does not wait."""
+        return self._feed.expect(self.ids(step, steps))
 
     def ids(self, step: int, steps: int) -> Numbers:
         """Of this rank's samples in these steps, in their order."""
@@ -178,8 +188,9 @@ class _Reader:
     It reads many in one go: woken for each, it would find cold caches and take the interpreter from the step.
     """
 
-    def __init__(self, loader: Loader, start: int, ahead: int) -> None:
+    def __init__(self, loader: Loader, start: int, ahead: int, fetched: Ahead) -> None:
         self.next_step = start
+        self._fetched = fetched
         self._loader = loader
         self._ahead = ahead
         self._ready: queue.SimpleQueue[list[Slice] | Exception] = queue.SimpleQueue()
@@ -189,13 +200,18 @@ class _Reader:
         self._thread.start()
 
     def take(self) -> list[Slice]:
-        try:
-            item = self._ready.get(timeout=_READ_WAIT_S)
-        except queue.Empty:
-            raise DataError(
-                f"step {self.next_step} was not read within {_READ_WAIT_S:.0f} s; "
-                "is the storage of the prepared corpus reachable?"
-            ) from None
+        while True:
+            try:
+                item = self._ready.get(timeout=_READ_WAIT_S)
+                break
+            except queue.Empty:
+                if not (why := self._fetched.waits_for):
+                    raise DataError(
+                        f"step {self.next_step} was not read within {_READ_WAIT_S:.0f} s; "
+                        "is the storage of the prepared corpus reachable?"
+                    ) from None
+                log.warning("step %d waits for its data: %s", self.next_step, why)
+        self._fetched.taken()
         if isinstance(item, Exception):
             self.next_step = -1  # the thread has ended: a retry reads anew
             raise item
@@ -213,7 +229,8 @@ class _Reader:
         count = 1  # the first one soon
         while not self._closed:
             try:
-                for slices in self._loader.read(step, min(count, self._loader.steps_at_once)):
+                count = self._fetched.ready(step, min(count, self._loader.steps_at_once))
+                for slices in self._loader.read(step, count):
                     self._ready.put(slices)
                     step += 1
             except Exception as error:
@@ -240,6 +257,7 @@ def held_out_batches(
     windows = corpus.windows(seq_len)
     samples = min(samples, windows)
     chosen = np.arange(samples, dtype=np.uint64) * np.uint64(windows) // np.uint64(samples)
+    corpus.expect(chosen, seq_len)
     batches = -(-samples // (world * micro_samples))
     rows = -(-samples // (world * batches))
     padding = np.full(world * batches * rows - samples, PADDING_ID, dtype=np.uint64)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from elastic.data.documents import Integers, Numbering, groups, numbering, ranges
 from elastic.data.order import Numbers, Order, order_of
 from elastic.data.packing import VERSION, Plan, packed_fingerprint, plan_of
-from elastic.data.shards import Corpus, DataError, Rows, Split, Values
+from elastic.data.rows import Rows
+from elastic.data.shards import Corpus, DataError, Split, Values
 
 # Without its files a plan of so many documents is computed where it is needed, in some seconds; not a larger one.
 DOCUMENTS_MAX = 1_000_000

@@ -37,6 +37,7 @@ from elastic.data.groups import (
 from elastic.data.inputs import Kind, SourceFile, list_files, listing_sha256
 from elastic.data.plan_files import SUFFIX, make_plans, shard_of
 from elastic.data.pool import run_groups
+from elastic.data.remote import prepared_at
 from elastic.data.shards import (
     MANIFEST,
     SCHEMA,
@@ -72,10 +73,10 @@ class Tokens:
     used: UsedTokenizer
 
 
-def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> list[Path]:
-    """As `prepare`, for a run: each of its sources, and the plans of its bins. ConfigError also where the built-in
-    model's vocabulary is smaller than the corpus's, or where what is mixed or evaluated does not fit together.
-    DataError also where it is less than a step takes."""
+def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> list[Path | str]:
+    """As `prepare`, for a run: each of its sources, and the plans of its bins; one behind a URL must be there.
+    ConfigError also where the built-in model's vocabulary is smaller than the corpus's, or where what is mixed or
+    evaluated does not fit together. DataError also where it is less than a step takes."""
     manifests = _prepare_parts(config, progress, run_groups)
     if config.data.packing == "best_fit":
         for place, split in _places(config):
@@ -92,11 +93,13 @@ def _places(config: Config) -> Iterator[tuple[Path, Split]]:
         yield Path(one.prepared), "held_out"
 
 
-def _prepare_parts(config: Config, progress: Say, run_groups: RunGroups) -> list[Path]:
+def _prepare_parts(config: Config, progress: Say, run_groups: RunGroups) -> list[Path | str]:
     mixture_of(config)
     vocab_size = config.model.vocab_size if config.is_built_in else None
     manifests = [
-        prepare(part, progress=progress, run_groups=run_groups, model_vocab_size=vocab_size)
+        _uploaded(part, vocab_size)
+        if "://" in part.prepared
+        else prepare(part, progress=progress, run_groups=run_groups, model_vocab_size=vocab_size)
         for part in config.data.parts().values()
     ]
     read_manifests(config.data, config.evaluation.sets)
@@ -105,15 +108,20 @@ def _prepare_parts(config: Config, progress: Say, run_groups: RunGroups) -> list
 
 def check_input(config: Config) -> None:
     """What can be known without preparing. ConfigError, DataError: it would be refused."""
-    if any(part.corpus == IMPORTED for part in config.data.parts().values()):
+    parts = config.data.parts().values()
+    if all("://" in part.prepared for part in parts) or any(part.corpus == IMPORTED for part in parts):
         _prepare_parts(config, lambda line: None, run_groups)
         if config.data.packing == "none":  # else how many samples there are is known only when they are planned
             feed_of(config, open_corpora(config.data, "train"))
         return
     mixture_of(config)
-    for part in config.data.parts().values():
-        list_files(part)
-    _check_vocabulary(open_tokenizer(config.data).used, config.model.vocab_size if config.is_built_in else None)
+    vocab_size = config.model.vocab_size if config.is_built_in else None
+    for part in parts:
+        if "://" in part.prepared:
+            _uploaded(part, vocab_size)
+        else:
+            list_files(part)
+    _check_vocabulary(open_tokenizer(config.data).used, vocab_size)
 
 
 def prepare(
@@ -132,7 +140,9 @@ def prepare(
     can't be read or written; then there is no manifest, or the one from before.
     """
     if "://" in data.prepared:
-        raise ConfigError(f"data.prepared {data.prepared}: wanted a directory; prepare it there, then copy it")
+        raise ConfigError(
+            f"data.prepared {data.prepared}: wanted a directory; prepare it there, then `elastic data upload` it"
+        )
     directory = Path(data.prepared)
     if data.corpus == IMPORTED:
         manifest = read_manifest(directory)
@@ -156,6 +166,12 @@ def prepare(
                     raise
     _check_vocabulary(read_manifest(directory).tokenizer, model_vocab_size)
     return directory / MANIFEST
+
+
+def _uploaded(data: Data, model_vocab_size: int | None) -> str:
+    """As `prepare`, of what is there already, whatever it was made of."""
+    _check_vocabulary(read_manifest(prepared_at(data)).tokenizer, model_vocab_size)
+    return f"{data.prepared.rstrip('/')}/{MANIFEST}"
 
 
 def _recipe(data: Data, used: UsedTokenizer, tokens: Tokens | None) -> Recipe:

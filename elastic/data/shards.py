@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elastic.config import ElasticError
-from elastic.data.documents import Boundaries, Numbering, apart
+from elastic.data.documents import Boundaries, apart
 from elastic.data.order import Order, order_of
+from elastic.data.rows import Rows
 from elastic.schema import refusal
+
+if TYPE_CHECKING:
+    from elastic.data.fetch import Wanted
+    from elastic.data.remote import Fetched, Prepared, Remote
 
 MANIFEST = "manifest.json"
 TOKENIZER_COPY = "tokenizer.json"
@@ -117,21 +123,23 @@ def dtype_of(vocab_size: int) -> TokenDtype:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def read_manifest(prepared: Path) -> Manifest:
-    """The manifest in directory `prepared`. DataError: there is none, or it is not what was written.
+def read_manifest(prepared: Path | Prepared) -> Manifest:
+    """The manifest in directory or at URL `prepared`. DataError: there is none, or it is not what was written.
+    StorageUnavailable: the URL's storage is down.
 
     Looks at no shard: 16,000 of them take a fraction of a second.
     """
-    path = prepared / MANIFEST
+    path = f"{prepared}/{MANIFEST}"
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(Path(path).read_bytes() if isinstance(prepared, Path) else prepared.manifest_bytes())
         schema, fingerprint = raw.pop("schema"), raw.pop("fingerprint")
-        if why := refusal(str(path), schema, SCHEMA):
+        if why := refusal(path, schema, SCHEMA):
             raise DataError(f"{why}, or {_AGAIN} {prepared}")
         splits = {name: tuple(Shard(**shard) for shard in split) for name, split in raw.pop("splits").items()}
         manifest = Manifest(tokenizer=UsedTokenizer(**raw.pop("tokenizer")), splits=splits, **raw)
     except FileNotFoundError:
-        raise DataError(f"no corpus in {prepared}: {MANIFEST} is missing; prepare it first") from None
+        how = "" if "://" not in path else " into a directory, then `elastic data upload` it there"
+        raise DataError(f"no corpus in {prepared}: {MANIFEST} is missing; prepare it first{how}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no manifest ({error!r}); {_AGAIN} {prepared}") from error
     if manifest.fingerprint != fingerprint:
@@ -203,43 +211,6 @@ class Mapped(Sequence[Values]):
         return values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """Windows that were read. tokens: uint16 or uint32 [rows, seq_len + 1]. learned: uint8 of the same shape, 0 where a
-    token is not learned; None: all are. documents: uint16 or uint32 of the same shape, 0, 1, 2, ... along each row;
-    None: they are joined. Where they are apart the first token of each is not learned."""
-
-    tokens: Values
-    learned: Values | None = None
-    documents: Numbering | None = None
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Views of rows [start, stop)."""
-        return Rows(
-            tokens=self.tokens[start:stop],
-            learned=None if self.learned is None else self.learned[start:stop],
-            documents=None if self.documents is None else self.documents[start:stop],
-        )
-
-    @classmethod
-    def joined(cls, parts: Mapping[int, Rows], places: Mapping[int, NDArray[np.int64]]) -> Self:
-        """Rows of several corpora as one: places[key] says where the rows of parts[key] go."""
-        count = sum(len(its) for its in places.values())
-        first = next(iter(parts.values())).tokens
-        tokens = np.empty((count, first.shape[1]), dtype=first.dtype)
-        masked = any(part.learned is not None for part in parts.values())
-        learned = np.ones(tokens.shape, dtype=np.uint8) if masked else None
-        numbered = [part.documents for part in parts.values() if part.documents is not None]
-        documents = np.zeros(tokens.shape, dtype=numbered[0].dtype) if numbered else None
-        for key, its in places.items():
-            tokens[its] = parts[key].tokens
-            if learned is not None and (mask := parts[key].learned) is not None:
-                learned[its] = mask
-            if documents is not None and (numbers := parts[key].documents) is not None:
-                documents[its] = numbers
-        return cls(tokens=tokens, learned=learned, documents=documents)
-
-
 class Corpus:
     """One split of a prepared corpus, memory-mapped. `values`: the tokens of each shard, of one dtype.
 
@@ -270,29 +241,32 @@ class Corpus:
         self.boundaries = None if documents is None else Boundaries(documents, self._ends)
 
     @classmethod
-    def open(cls, prepared: Path, split: Split) -> Self:
-        """Map the shards of `split`. DataError: nothing prepared, no such split, a file of wrong size."""
+    def open(cls, prepared: Path | Prepared, split: Split) -> Self:
+        """Map the shards of `split`. DataError: nothing prepared, no such split, a file of wrong size. Of a URL only
+        the manifest is read now. StorageUnavailable: not even that can be."""
         manifest = read_manifest(prepared)
         shards = manifest.splits.get(split, ())
         if not shards:
             raise DataError(f"{prepared} has no split {split!r}, it has {', '.join(manifest.splits) or 'none'}")
-        check_sizes(prepared, shards)
+        if isinstance(prepared, Path):
+            check_sizes(prepared, shards)
+        values_of = partial(Mapped, prepared, shards) if isinstance(prepared, Path) else prepared.values_of(shards)
         lengths, of_masks = [shard.tokens for shard in shards], [shard.mask_offset for shard in shards]
-        masks = Mapped(prepared, shards, "uint8", of_masks) if any(at is not None for at in of_masks) else None
+        masks = values_of("uint8", of_masks) if any(at is not None for at in of_masks) else None
         places, counts = [shard.offsets_offset for shard in shards], [shard.documents + 1 for shard in shards]
         return cls(
             fingerprint=manifest.fingerprint,
             vocab_size=manifest.vocab_size,
-            values=Mapped(prepared, shards, manifest.dtype, [shard.values_offset for shard in shards]),
+            values=values_of(manifest.dtype, [shard.values_offset for shard in shards]),
             lengths=lengths,
             masks=Corpus(fingerprint="", vocab_size=2, values=masks, lengths=lengths) if masks else None,
-            documents=Mapped(prepared, shards, "uint64", places, counts),
+            documents=values_of("uint64", places, counts),
         )
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """uint16 or uint32, of every window."""
-        return self._values[0].dtype
+        return self._values.dtype if is_fetched(self._values) else self._values[0].dtype
 
     @property
     def shards(self) -> int:
@@ -329,18 +303,35 @@ class Corpus:
         documents, learned = apart(begins, learned)
         return Rows(tokens=tokens, learned=learned, documents=documents)
 
+    @property
+    def remote(self) -> Remote | None:
+        """Where it is fetched from; None: it lies in files of this node."""
+        return self._values.remote if is_fetched(self._values) else None
+
+    def expect(self, indices: NDArray[np.uint64], seq_len: int) -> Wanted | None:
+        """These windows are read soon. Does not wait. None: there is nothing to fetch."""
+        if not is_fetched(self._values):
+            return None
+        wanted = self._values.expect_windows(self._ends, indices, seq_len)
+        return wanted if self.masks is None else wanted.joined(self.masks.expect(indices, seq_len))
+
     def window(self, index: int, seq_len: int) -> Values:
         """Tokens [index * seq_len, (index + 1) * seq_len] of the split's stream: uint16 or uint32 [seq_len + 1].
 
-        A view into the map, or a copy where it crosses shards. IndexError: there is no such window.
+        A view into the map, or a copy where it crosses shards or is fetched. IndexError: there is no such window.
         """
         if not 0 <= index < self.windows(seq_len):
             raise IndexError(f"window {index} of {self.windows(seq_len)} (seq_len {seq_len})")
+        if is_fetched(self._values):
+            return self.gather(np.array([index], np.uint64), seq_len)[0]
+        return self._window(index, seq_len, self._values)
+
+    def _window(self, index: int, seq_len: int, values: Sequence[Values]) -> Values:
         start, stop = index * seq_len, (index + 1) * seq_len + 1
         at = int(np.searchsorted(self._ends, start, side="right"))
         parts = []
         while start < stop:
-            part, end = self._values[at], int(self._ends[at])
+            part, end = values[at], int(self._ends[at])
             begin = end - len(part)
             parts.append(part[start - begin : stop - begin])
             start, at = end, at + 1
@@ -350,6 +341,11 @@ class Corpus:
         """Copies of these windows: [len(indices), seq_len + 1]. IndexError: there is no such window."""
         if len(indices) and int(indices.max()) >= self.windows(seq_len):
             raise IndexError(f"window {indices.max()} of {self.windows(seq_len)} (seq_len {seq_len})")
+        if is_fetched(self._values):
+            return self._values.read_windows(self._ends, indices, seq_len, self._gather)
+        return self._gather(indices, seq_len, self._values)
+
+    def _gather(self, indices: NDArray[np.uint64], seq_len: int, every: Sequence[Values]) -> Values:
         starts = indices.astype(np.int64) * seq_len
         first = np.searchsorted(self._ends, starts, side="right")
         inside = first == np.searchsorted(self._ends, starts + seq_len, side="right")
@@ -360,7 +356,7 @@ class Corpus:
         out = np.empty((len(indices), seq_len + 1), dtype=self.dtype)  # its memory is not touched before it is filled
         for shard in shards.tolist():
             rows = np.flatnonzero(inside & (first == shard))
-            values = self._values[shard]
+            values = every[shard]
             begin = int(self._ends[shard]) - len(values)
             number = -(-begin // seq_len)  # of the first window that begins in this shard
             grid = _windows_of(values[number * seq_len - begin :], seq_len)
@@ -368,8 +364,13 @@ class Corpus:
                 return grid[indices.astype(np.int64) - number]  # the usual case: copied once
             out[rows] = grid[indices[rows].astype(np.int64) - number]
         for row in np.flatnonzero(~inside).tolist():
-            out[row] = self.window(int(indices[row]), seq_len)
+            out[row] = self._window(int(indices[row]), seq_len, every)
         return out
+
+
+def is_fetched(values: Sequence[Values]) -> TypeGuard[Fetched]:
+    """Whether they have to be fetched before they are read. Without an import of what only that needs."""
+    return hasattr(values, "expect_windows")
 
 
 def _windows_of(values: Values, seq_len: int) -> Values:

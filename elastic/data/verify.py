@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from elastic.config import ElasticError
 from elastic.data import plan_files
+from elastic.data.remote import Prepared
 from elastic.data.shards import (
     LOSS_MASK,
     PIECE_BYTES,
@@ -134,7 +136,7 @@ def _parts(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
 # ---------------------------------------------------------------- inspect
 
 
-def described(prepared: Path, documents: int) -> list[str]:
+def described(prepared: Path | Prepared, documents: int) -> list[str]:
     """What the corpus is, and the first `documents` of each split. DataError: nothing is prepared there."""
     manifest = read_manifest(prepared)
     used = manifest.tokenizer
@@ -153,7 +155,8 @@ def described(prepared: Path, documents: int) -> list[str]:
             f"{split:11} {tokens:,} tokens, {rows:,} documents, {len(shards)} shards, {nbytes:,} bytes"
             + (f", {masked} shards with a loss mask" if masked else "")
         )
-    lines += plan_files.described(prepared, manifest)
+    if isinstance(prepared, Path):
+        lines += plan_files.described(prepared, manifest)
     if documents > 0:
         tokenizer = _tokenizer(prepared, manifest)
         for split in (split for split in SPLITS if split in manifest.splits):
@@ -161,12 +164,14 @@ def described(prepared: Path, documents: int) -> list[str]:
     return lines
 
 
-def _tokenizer(prepared: Path, manifest: Manifest) -> Tokenizer | str:
+def _tokenizer(prepared: Path | Prepared, manifest: Manifest) -> Tokenizer | str:
     """Or why there is none."""
     if manifest.tokenizer.sha256 == BYTES_TOKENIZER.sha256:
         return BytesTokenizer()
     if not manifest.tokenizer.sha256:
         return "ids, for the import named no tokenizer"
+    if not isinstance(prepared, Path):
+        return "ids, for the tokenizer lies behind the URL"
     try:
         end = manifest.tokenizer.end_of_document
         return open_file(str(prepared / TOKENIZER_COPY), end if end is not None else "")
@@ -174,16 +179,17 @@ def _tokenizer(prepared: Path, manifest: Manifest) -> Tokenizer | str:
         return f"ids, for {error}"
 
 
-def _first(prepared: Path, manifest: Manifest, split: Split, count: int, tokenizer: Tokenizer | str) -> Iterator[str]:
+def _first(
+    prepared: Path | Prepared, manifest: Manifest, split: Split, count: int, tokenizer: Tokenizer | str
+) -> Iterator[str]:
     if isinstance(tokenizer, str):
         yield f"{split} documents as {tokenizer}"
     shards = manifest.splits[split]
-    values = Mapped(prepared, shards, manifest.dtype, [shard.values_offset for shard in shards])
+    values_of = partial(Mapped, prepared, shards) if isinstance(prepared, Path) else prepared.values_of(shards)
+    values = values_of(manifest.dtype, [shard.values_offset for shard in shards])
     number = 0
     for at, shard in enumerate(shards):
-        offsets = np.memmap(
-            prepared / shard.file, "<i8", "r", offset=shard.offsets_offset, shape=(shard.documents + 1,)
-        )
+        offsets = _offsets(prepared, shard)
         for row in range(min(shard.documents, count - number)):
             start, stop = int(offsets[row]), int(offsets[row + 1])
             tokens = values[at][start : min(stop, start + _SHOWN_TOKENS)]
@@ -193,3 +199,11 @@ def _first(prepared: Path, manifest: Manifest, split: Split, count: int, tokeniz
             number += 1
         if number >= count:
             return
+
+
+def _offsets(prepared: Path | Prepared, shard: Shard) -> NDArray[Any]:
+    """Of its documents."""
+    place, count = shard.offsets_offset, shard.documents + 1
+    if isinstance(prepared, Path):
+        return np.memmap(prepared / shard.file, "<i8", "r", offset=place, shape=(count,))
+    return prepared.values_of([shard])("uint64", [place], [count])[0]

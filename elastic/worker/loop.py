@@ -28,6 +28,7 @@ from elastic.config_sections import Sizes
 from elastic.data.feed import feed_of, open_corpora, open_corpus
 from elastic.data.loader import EvaluationSet, Loader, Slice, held_out_batches
 from elastic.data.packed import PackedCorpus
+from elastic.data.remote import Prepared, prepared_at
 from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
 from elastic.plan import Assignment, Endpoint, Member
@@ -241,9 +242,12 @@ class Corpora:
         self._config = config
 
     def open(self) -> None:
-        for corpora in (self.train, self.held_out, self.sets):
-            for corpus in corpora.values():
-                corpus.windows(self._config.model.seq_len)  # packed, it looks for its plan
+        try:
+            for corpora in (self.train, self.held_out, self.sets):
+                for corpus in corpora.values():
+                    corpus.windows(self._config.model.seq_len)  # packed, it looks for its plan
+        except StorageUnavailable as error:  # what needs it tries again
+            log.warning("the corpus can't be opened ahead of time: %s", error)
 
     @cached_property
     def train(self) -> dict[str, Corpus]:
@@ -277,6 +281,9 @@ class MadeUpCorpora(Corpora):
         made_up.is_apart = config.data.documents == "apart"
         self.train = self.held_out = dict.fromkeys(config.data.parts(), made_up)
         self.sets = dict.fromkeys((one.name for one in config.evaluation.sets), made_up)
+        for part in config.data.parts().values():
+            if isinstance(prepared := prepared_at(part), Prepared):
+                prepared.store(0.0)  # connects nothing; what its client imports is then here when trainers are forked
 
 
 class CorpusSamples:

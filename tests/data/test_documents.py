@@ -17,7 +17,8 @@ from elastic.config_sections import Data
 from elastic.data.feed import Feed, feed_of, open_corpora
 from elastic.data.loader import Slice, held_out_batches
 from elastic.data.prepare import prepare
-from elastic.data.shards import Corpus, Rows
+from elastic.data.rows import Rows
+from elastic.data.shards import Corpus
 
 SHARDS = st.lists(
     st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda lengths: sum(lengths) > 0),

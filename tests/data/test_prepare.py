@@ -227,7 +227,7 @@ def test_what_cannot_be_prepared_is_said(tmp_path: Path, files: int, changes: di
 
 def test_shards_are_written_to_a_directory_only(tmp_path: Path) -> None:
     write_corpus(tmp_path / "text")
-    with pytest.raises(ConfigError, match="wanted a directory; prepare it there, then copy it"):
+    with pytest.raises(ConfigError, match="wanted a directory; prepare it there, then `elastic data upload`"):
         prepare(Data(corpus=str(tmp_path / "text"), prepared="s3://bucket/prepared"), progress=quiet)
 
 

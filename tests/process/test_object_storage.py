@@ -16,7 +16,10 @@ from elastic.checkpoint.log import CommitLog
 from elastic.checkpoint.verify import damages
 from elastic.cluster import twin
 from elastic.config import Config
+from elastic.config_sections import Data, StorageOptions
 from elastic.controller.state import Phase
+from elastic.data.remote import Prepared, prepared_at
+from elastic.data.upload import upload
 from elastic.events import StopRequested
 from elastic.report import durability_line
 from elastic.storage.store import store_at
@@ -64,6 +67,24 @@ def test_a_run_is_stopped_and_goes_on_from_s3_with_another_number_of_hosts(tmp_p
     assert list(damages(store_at(config.place()), newest)) == []
     assert [record["step"] for record in lineage(entries)] == list(range(1, 41))
     assert twin.differences(entries, twin.run_locally(twin.config_of(config, entries), say=lambda _: None)) == []
+
+
+def test_a_corpus_in_s3_trains_the_same_as_in_a_directory(tmp_path: Path, seaweed: Seaweed) -> None:
+    base = small(tmp_path, steps=30)
+    options = StorageOptions(endpoint=seaweed.endpoint, region="us-east-1")
+    there = Data(prepared="s3://runs/corpus", prepared_options=options, cache=str(tmp_path / "cache"))
+    place = prepared_at(there)
+    assert isinstance(place, Prepared)
+    upload(Path(base.data.prepared), place, progress=lambda line: None)
+    config = Config.model_validate({**base.model_dump(), "data": {**there.model_dump(), "corpus": base.data.corpus}})
+    with Running(config, tmp_path, nodes=2, hosts_per_node=1) as run:
+        run.until(lambda: run.warm(2)() and run.step(5)())
+        os.kill(run.pid(1, "trainer"), signal.SIGKILL)
+        run.finish()
+        entries = journal.read_file(run.journal)
+    assert [record["step"] for record in lineage(entries)] == list(range(1, 31))
+    assert twin.differences(entries, twin.run_locally(twin.config_of(base, entries), say=lambda _: None)) == []
+    assert list((tmp_path / "cache").glob("*.bin"))
 
 
 @pytest.mark.long
