@@ -81,3 +81,22 @@ def test_import_then_train_on_it(capsys: pytest.CaptureFixture[str], tmp_path: P
     again = ("data", "prepare", str(tmp_path / "job.yaml"), "--set", "model.vocab_size=3000")
     code, _, told = run(capsys, *again, "--set", "batch.global_samples=12")
     assert code == 1 and "what is trained on has 11 windows of seq_len 256, a step takes 12 samples" in told
+
+
+def test_upload_and_what_lies_behind_a_url(capsys: pytest.CaptureFixture[str], job: Path) -> None:
+    run(capsys, "data", "prepare", str(job))
+    out, url = job.parent / "out", f"file://{job.parent}/there"
+    code, _, told = run(capsys, "data", "verify", url)
+    assert code == 1 and "prepare it first into a directory, then `elastic data upload` it there" in told
+    code, told, _ = run(capsys, "data", "upload", str(out), url)
+    assert code == 0 and told.splitlines()[-1] == f"{url}/manifest.json"
+    code, told, _ = run(capsys, "data", "verify", url)
+    assert code == 0 and told.startswith("OK: 2 shards, ")
+    code, told, _ = run(capsys, "data", "inspect", url, "--documents", "0")
+    assert code == 0 and len(told.splitlines()) == 4
+    code, told, _ = run(capsys, "data", "prepare", str(job), "--set", f"data.prepared={url}")
+    assert code == 0 and told.splitlines() == [f"{url}/manifest.json"]
+    code, _, told = run(capsys, "data", "upload", str(out), str(job.parent / "copy"))
+    assert code == 2 and "is no URL; wanted one as s3://bucket/prefix" in told
+    code, _, told = run(capsys, "data", "upload", str(out), url, "--endpoint", "here")
+    assert code == 2 and told.startswith("elastic: --endpoint here: wanted http:// or https:// before it")

@@ -12,7 +12,7 @@ from elastic.data.remote import Remote
 
 STEPS_UNKNOWN = 8  # ahead, while no pace is known
 STEPS_MAX = 4096
-AT_ONCE_MAX = 8  # steps that are asked for in one go
+AT_ONCE_MAX = 16  # steps that are asked for in one go
 NEW_PART = 0.2  # how much of the pace the newest step is
 
 
@@ -56,7 +56,7 @@ class Ahead:
         self._ask(step)
         steps = 0
         for first, count, wanted in self._asked:
-            if not wanted.is_here:
+            if steps >= most or not wanted.is_here:
                 break
             steps = first + count - step
         return min(most, max(1, steps))

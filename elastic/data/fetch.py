@@ -128,18 +128,17 @@ class Pool:
         return Wanted(nbytes=nbytes, tasks=tuple(tasks))
 
     def wait(self, wanted: Wanted) -> None:
-        """Until all of it was fetched, however long storage is down. Raises what went wrong."""
+        """Until all of it was fetched, however long storage is down. Raises what went wrong, as soon as it does."""
         with self._lock:
             self._waiting += 1
             try:
-                while left := [task for task in wanted.tasks if task.state != "done"]:
+                left = wanted.tasks
+                while left := tuple(task for task in left if task.state != "done" or task.error):
+                    if wrong := next((task.error for task in left if task.error), None):
+                        raise wrong
                     self._ended.wait(SAY_EVERY_S)
-                    wanted = Wanted(tasks=tuple(left + [task for task in wanted.tasks if task.error]))
             finally:
                 self._waiting -= 1
-        for task in wanted.tasks:
-            if task.error is not None:
-                raise task.error
 
     @property
     def waits_for(self) -> str:

@@ -36,6 +36,7 @@ from elastic.storage.store import Store
 TRIES = 3  # of a piece whose bytes are wrong
 LOCK_WAIT_S = 30.0  # for another process that fetches a piece; it may have been stopped
 TEND_EVERY_S = 10.0
+HELD_MAX = 512  # shards that are mapped: each takes a descriptor, and a process often has 1,024
 
 Numbers = NDArray[np.int64]
 
@@ -122,8 +123,17 @@ class Here:
                 if held is None:
                     held = self._stream.hold(self._shards[index])
                 self._held[index] = held
+                if len(self._held) > HELD_MAX:
+                    oldest = sorted(self._held, key=lambda at: self._held[at].used_s)
+                    for at in oldest[: HELD_MAX // 4]:
+                        self._let_go(at)
             held.used_s = time.monotonic()
             return held
+
+    def _let_go(self, index: int) -> None:
+        """Who reads it now keeps it for as long as that takes. In a stream it is the only copy, and takes no file."""
+        if not self.streams:
+            del self._held[index]
 
     def _refreshed(self, index: int, held: Held) -> Held:
         """With what other processes of the node brought."""

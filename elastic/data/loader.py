@@ -257,14 +257,14 @@ def held_out_batches(
     windows = corpus.windows(seq_len)
     samples = min(samples, windows)
     chosen = np.arange(samples, dtype=np.uint64) * np.uint64(windows) // np.uint64(samples)
-    corpus.expect(chosen, seq_len)
     batches = -(-samples // (world * micro_samples))
     rows = -(-samples // (world * batches))
     padding = np.full(world * batches * rows - samples, PADDING_ID, dtype=np.uint64)
     slices = np.concatenate([chosen, padding]).reshape(world, batches, rows)
     first = rank * batches * rows
-    found = []
-    for number, ids in enumerate(slices[rank]):
-        chosen = np.where(ids == PADDING_ID, np.uint64(0), ids)  # padding's targets do not count, whatever it reads
-        found.append(Slice(rows=corpus.rows(chosen, seq_len), ids=ids, first_sample=first + number * rows))
-    return found
+    read = np.where(slices[rank] == PADDING_ID, np.uint64(0), slices[rank])  # padding's targets never count
+    corpus.expect(read.ravel(), seq_len)
+    return [
+        Slice(rows=corpus.rows(read[number], seq_len), ids=ids, first_sample=first + number * rows)
+        for number, ids in enumerate(slices[rank])
+    ]

@@ -20,6 +20,7 @@ from elastic.data.cache import HEADER_BYTES, Cache
 from elastic.data.shards import PIECE_BYTES, Corpus, DataError, read_manifest
 from elastic.storage.errors import StorageError, StorageUnavailable
 from tests.data.behind import SEQ_LEN, Gets, behind, copied, corpus_in
+from tests.data.inputs import prepared_of, write_jsonl
 
 LIMIT_S = 30.0
 
@@ -316,3 +317,38 @@ def test_files_of_dead_processes_go(prepared: Path, tmp_path: Path) -> None:
     (old := tmp_path / "x.crc.1.tmp").write_bytes(b"")
     os.utime(old, (0, 0))
     assert ours.make_room(set(), is_full=True) == [] and not old.exists()
+
+
+def test_more_shards_than_may_be_open(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "HELD_MAX", 2)
+    corpus = train(behind(prepared, tmp_path / "cache"))
+    for index in range(0, corpus.windows(SEQ_LEN), 300):
+        assert same(corpus, prepared, np.array([index], np.uint64))
+    assert same(corpus, prepared) and corpus.remote is not None and len(corpus.remote.here._held) <= 3
+
+
+def test_a_fork_begins_anew(prepared: Path, tmp_path: Path, gets: Gets) -> None:
+    corpus = train(behind(prepared, tmp_path / "cache"))
+    assert same(corpus, prepared, np.array([0], np.uint64))
+
+    def child() -> None:
+        assert same(corpus, prepared)
+        os._exit(0)
+
+    one = in_child(child)
+    one.join(LIMIT_S)
+    assert one.exitcode == 0 and same(corpus, prepared)
+
+
+def test_masks_are_fetched_too(tmp_path: Path, gets: Gets) -> None:
+    lines = [{"prompt": f"question {number} ", "completion": f"answer {number}"} for number in range(400)]
+    write_jsonl(tmp_path / "a.jsonl", lines)
+    prepared = prepared_of(tmp_path / "a.jsonl", tmp_path / "out", shard_bytes=4096)
+    ours, theirs = train(behind(prepared, tmp_path / "cache")), train(prepared)
+    indices = np.arange(ours.windows(16), dtype=np.uint64)
+    wanted = ours.expect(indices, 16)
+    assert wanted is not None
+    until(lambda: wanted.is_here)
+    a, b = ours.rows(indices, 16), theirs.rows(indices, 16)
+    assert a.learned is not None and b.learned is not None
+    assert (a.tokens == b.tokens).all() and (a.learned == b.learned).all() and not a.learned.all()
