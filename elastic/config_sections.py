@@ -154,6 +154,10 @@ class Data(Section):
 
     sources: several corpora, mixed, in place of `corpus`; the other keys are those of each. weights: later ones, by
     step. skip: samples that are never used; a range may be added to a run where it lies after what was used.
+
+    documents: joined: attention reads over their boundaries; apart: not, positions begin anew in each, and the first
+    token of one is not predicted from the last of another. packing: best_fit: a sample is a bin of whole documents,
+    apart, with padding at its end.
     """
 
     corpus: str = "stdlib"
@@ -170,12 +174,26 @@ class Data(Section):
     ahead_bytes_max: int = Field(256 << 20, ge=1 << 20)
     held_out_every: int = Field(20, ge=2)
     shard_bytes: int = Field(128 << 20, ge=1024)
+    documents: Literal["joined", "apart"] = "joined"
+    packing: Literal["none", "best_fit"] = "none"
     sources: tuple[Source, ...] = ()
     weights: tuple[Weights, ...] = ()
     skip: tuple[SkippedSamples, ...] = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _packed_is_apart(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("packing") == "best_fit":
+            return {"documents": "apart", **given}
+        return given
+
     @model_validator(mode="after")
     def _check(self) -> Data:
+        if self.packing == "best_fit" and self.documents != "apart":
+            raise ValueError(
+                f"documents {self.documents!r} does not go with packing 'best_fit', whose documents have nothing to do "
+                "with each other; leave it out, or set it to 'apart'"
+            )
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
             raise ValueError(f"sources have names {names}, wanted each once")

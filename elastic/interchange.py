@@ -180,7 +180,7 @@ def import_run(config: Config, where: str, *, step: int | None = None, say: Call
     manifest = importing.write(
         store,
         fitted.parts,
-        about=resume.about(config, fingerprint_of(config.data)),
+        about=resume.about(config, fingerprint_of(config.data, config.model.seq_len)),
         step=step,
         samples=step * config.batch.global_samples,
     )

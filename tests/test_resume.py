@@ -196,6 +196,7 @@ def test_an_unknown_run_is_refused_with_those_there_are(tmp_path: Path) -> None:
         ({"steps": 200}, "steps", "steps is 200, the checkpoint of step 30 was trained with 100"),
         ({"batch": {"global_samples": 48}}, "batch.global_samples", "batch.global_samples is 48"),
         ({"data": {"corpus": "."}}, "data", "data.corpus is ., the checkpoint of step 30 was trained with stdlib"),
+        ({"data": {"documents": "apart"}}, "data.documents", "data.documents is apart, the checkpoint of step 30"),
         ({"optimizer": {"lr": 0.1}}, "optimizer", "optimizer.lr is 0.1"),
         ({"model": {"dropout": 0.5}}, "model", "model.dropout is 0.5"),
         ({"precision": "bfloat16"}, "all", "precision is bfloat16"),

@@ -261,7 +261,7 @@ class Coordinator:
         return max((entry["generation"] + lost for entry in journal.read_file(self._journal)), default=0)
 
     def _fingerprint(self) -> str:
-        return fingerprint_of(self._config.data)
+        return fingerprint_of(self._config.data, self._config.model.seq_len)
 
     def _durable(self, log: CommitLog) -> list[RestorePlan]:
         """The checkpoint to start from, and those before it, newest first."""

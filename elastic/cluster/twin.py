@@ -60,7 +60,7 @@ def run_locally(config: Config, *, say: Callable[[str], None]) -> list[dict[str,
         store,
         log,
         attempt,
-        about=about(config, fingerprint_of(config.data)),
+        about=about(config, fingerprint_of(config.data, config.model.seq_len)),
         samples_per_step=config.batch.global_samples,
         keep=config.checkpoint,
     )

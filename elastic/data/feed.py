@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -18,8 +19,11 @@ from elastic.config_sections import Data, HeldOutSet
 from elastic.data.fetch import Wanted
 from elastic.data.mixing import Mixture, Stage, whole_numbers
 from elastic.data.order import SOURCES_MAX, Numbers, Order, source_of, window_of
+from elastic.data.packed import PackedCorpus
+from elastic.data.packing import packed_fingerprint
 from elastic.data.remote import Remote, prepared_at
-from elastic.data.shards import Corpus, DataError, Manifest, Rows, Split, read_manifest
+from elastic.data.rows import Rows
+from elastic.data.shards import Corpus, DataError, Manifest, Split, read_manifest
 from elastic.data.skips import Skips
 
 NO_SKIPS = Skips()
@@ -87,7 +91,29 @@ class Feed:
 
 def open_corpora(data: Data, split: Split) -> dict[str, Corpus]:
     """By the names of the sources, in their order; "" where there is but one."""
-    return {name: Corpus.open(prepared_at(part), split) for name, part in data.parts().items()}
+    return {name: open_corpus(part.prepared, split, data) for name, part in data.parts().items()}
+
+
+def open_corpus(prepared: str, split: Split, data: Data) -> Corpus:
+    """One of them, or a further one, to be read as `data` says."""
+    if data.packing == "best_fit":
+        place = directory_of(prepared)
+        packed = PackedCorpus.open(place, split)
+        packed.place = (place, split)
+        return packed
+    corpus = Corpus.open(prepared_at(data, prepared), split)
+    corpus.is_apart = data.documents == "apart"
+    return corpus
+
+
+def directory_of(prepared: str) -> Path:
+    """Of what is packed. ConfigError: it lies behind a URL."""
+    if "://" in prepared:
+        raise ConfigError(
+            f"data.packing best_fit: {prepared} is a URL, wanted a directory that all nodes see: bins can't be read "
+            "from object storage; set packing to none (with data.documents apart it can)"
+        )
+    return Path(prepared)
 
 
 def feed_of(config: Config, corpora: Mapping[str, Corpus]) -> Feed:
@@ -160,9 +186,11 @@ def read_manifests(data: Data, sets: Sequence[HeldOutSet] = ()) -> dict[str, Man
     return found
 
 
-def fingerprint_of(data: Data) -> str:
-    """Of all that is trained on: two runs with the same one have the same samples."""
+def fingerprint_of(data: Data, seq_len: int) -> str:
+    """Of all that is trained on, in windows of `seq_len`: two runs with the same one have the same samples."""
     fingerprints = {name: manifest.fingerprint for name, manifest in read_manifests(data).items()}
+    if data.packing == "best_fit":
+        fingerprints = {name: packed_fingerprint(one, seq_len) for name, one in fingerprints.items()}
     if "" in fingerprints:
         return fingerprints[""]
     return hashlib.sha256("".join(f"{name} {one}\n" for name, one in fingerprints.items()).encode()).hexdigest()

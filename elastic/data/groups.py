@@ -37,8 +37,8 @@ from elastic.data.writer import Writer, unwritable
 from elastic.storage.files import replace_file, sync_directory
 
 PARTS = "parts"
-# Keys of `Data` that say how a corpus is read, not what is in it.
-READING = ("prepared_options", "cache", "cache_bytes_max", "ahead_s", "ahead_bytes_max")
+# Keys of `Data` that change nothing in the shards.
+HOW_READ = ("documents", "packing", "prepared_options", "cache", "cache_bytes_max", "ahead_s", "ahead_bytes_max")
 _TEXTS_BYTES = 2 << 20  # that are tokenised at once
 # A compressed file's text is larger: by how much, about.
 _WEIGHTS: dict[Kind, int] = {"jsonl.gz": 4, "jsonl.zst": 4, "parquet": 3}
@@ -213,7 +213,7 @@ def _pieces(file: SourceFile, data: Data, group_bytes: int) -> Iterator[tuple[Pi
 
 def _key(recipe: Recipe, pieces: Sequence[Piece]) -> str:
     settings = recipe.data.model_dump(
-        mode="json", exclude={"prepared", "corpus", "corpus_options", "suffixes", "tokenizer", *READING}
+        mode="json", exclude={"prepared", "corpus", "corpus_options", "suffixes", "tokenizer", *HOW_READ}
     )
     parts = [
         [piece.file.name, piece.file.nbytes, piece.file.version, piece.file.split, piece.start, piece.stop]

@@ -18,13 +18,16 @@ from elastic.data.ahead import Ahead
 from elastic.data.feed import Feed, check_windows
 from elastic.data.fetch import Wanted
 from elastic.data.order import Numbers
-from elastic.data.shards import Corpus, DataError, Rows
+from elastic.data.rows import Rows
+from elastic.data.shards import Corpus, DataError
+from elastic.model.documents import cu_seqlens_of, positions_of
 from elastic.model.shape import NO_TARGET
 from elastic.plan import Plan
 
 PADDING_ID = 2**64 - 1
 AHEAD_BYTES = 16 << 20
 AHEAD_STEPS_MAX = 64
+IDS_AT_ONCE = 4096
 READ_BYTES = 1 << 20  # in one go: larger arrays leave the caches, and their memory is new to the process each time
 _READ_WAIT_S = 120.0
 _CLOSE_WAIT_S = 10.0
@@ -38,12 +41,31 @@ class MicroBatch:
 
     tokens, targets: int64 [rows, seq_len], targets are the tokens one later, -100 where nothing is predicted.
     ids: uint64 [rows], 2**64 - 1 for padding. first_sample: the global number of the first row's sample.
+    documents: int32 [rows, seq_len], which document of its row a token is of: 0, 1, 2, ... along the row, padding at a
+    row's end as if it were one; None: `data.documents` is joined, a row is read as one text.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     ids: Numbers
     first_sample: int
+    documents: torch.Tensor | None = None
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [rows, seq_len]: each token's place in its document, from 0."""
+        return positions_of(self._numbered())
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """int32 [n + 1]: where each of the n documents begins in the flattened rows x seq_len tokens, and their count.
+
+        No document goes on into the next row. On a GPU each use waits for the device: take it once for all layers.
+        """
+        return cu_seqlens_of(self._numbered())
+
+    def _numbered(self) -> torch.Tensor:
+        return torch.zeros_like(self.tokens, dtype=torch.int32) if self.documents is None else self.documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,8 +91,15 @@ class Slice:
             targets[torch.from_numpy(padding).to(device)] = NO_TARGET
         if self.rows.learned is not None:
             targets[torch.from_numpy(self.rows.learned[:, 1:] == 0).to(device)] = NO_TARGET
+        documents = None
+        if self.rows.documents is not None:
+            documents = torch.from_numpy(self.rows.documents).to(device, non_blocking=True)[:, :-1].to(torch.int32)
         return MicroBatch(
-            tokens=windows[:, :-1].to(torch.int64), targets=targets, ids=self.ids, first_sample=self.first_sample
+            tokens=windows[:, :-1].to(torch.int64),
+            targets=targets,
+            ids=self.ids,
+            first_sample=self.first_sample,
+            documents=documents,
         )
 
 
@@ -97,8 +126,12 @@ class Loader:
         self._feed = feed
         self._global_samples = global_samples
         self._share = plan.share_of(rank)
-        self._micro_batches = plan.micro_batches
-        step_bytes = (self._share[1] - self._share[0]) * (feed.seq_len + 1) * feed.corpora[0].dtype.itemsize
+        rows = np.array_split(np.arange(self._share[1] - self._share[0]), plan.micro_batches)
+        self._cuts = [(int(part[0]), int(part[-1]) + 1) for part in rows]
+        self._known: tuple[int, Numbers] = (0, np.empty((0, 0), dtype=np.uint64))  # first step, ids [steps, share]
+        corpus = feed.corpora[0]
+        token_bytes = corpus.dtype.itemsize + (3 if corpus.is_apart else 0)  # its document, whether it is learned
+        step_bytes = (self._share[1] - self._share[0]) * (feed.seq_len + 1) * token_bytes
         self._ahead = min(max(2, ahead_bytes // max(1, step_bytes)), AHEAD_STEPS_MAX)
         self.steps_at_once = max(1, READ_BYTES // max(1, step_bytes))
         self._reader: _Reader | None = None
@@ -115,17 +148,15 @@ class Loader:
 
     def read(self, step: int, steps: int = 1) -> list[list[Slice]]:
         """The same of several steps, read now in this thread, in one go: each call has its price."""
-        start, stop = self._share
-        firsts = np.arange(step, step + steps, dtype=np.uint64) * np.uint64(self._global_samples)
-        numbers = np.add.outer(firsts, np.arange(start, stop, dtype=np.uint64)).ravel()
-        ids = self._feed.ids(numbers)
+        ids = self.ids(step, steps)
         read = self._feed.read(ids)
+        start, stop = self._share
         share, found = stop - start, []
-        for at in range(0, steps * share, share):
+        for number in range(steps):
             slices = []
-            for rows in np.array_split(np.arange(at, at + share), self._micro_batches):
-                a, b = int(rows[0]), int(rows[-1]) + 1
-                slices.append(Slice(rows=read.part(a, b), ids=ids[a:b], first_sample=int(numbers[a])))
+            for a, b in self._cuts:
+                at, first = number * share, (step + number) * self._global_samples + start + a
+                slices.append(Slice(rows=read.part(at + a, at + b), ids=ids[at + a : at + b], first_sample=first))
             found.append(slices)
         return found
 
@@ -134,6 +165,17 @@ class Loader:
         start, stop = self._share
         firsts = np.arange(step, step + steps, dtype=np.uint64) * np.uint64(self._global_samples)
         return self._feed.expect(self._feed.ids(np.add.outer(firsts, np.arange(start, stop, dtype=np.uint64)).ravel()))
+
+    def ids(self, step: int, steps: int) -> Numbers:
+        """Of this rank's samples in these steps, in their order."""
+        start, stop = self._share
+        first, known = self._known
+        if not first <= step <= step + steps <= first + len(known):
+            at_once = max(steps, IDS_AT_ONCE // max(1, stop - start))  # one by one they would take most of the time
+            firsts = np.arange(step, step + at_once, dtype=np.uint64) * np.uint64(self._global_samples)
+            numbers = np.add.outer(firsts, np.arange(start, stop, dtype=np.uint64))
+            first, known = self._known = step, self._feed.ids(numbers.ravel()).reshape(numbers.shape)
+        return known[step - first : step - first + steps].ravel()
 
     def close(self) -> None:
         """End the reading thread; harmless when there is none. The loader can be used again."""

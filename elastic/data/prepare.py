@@ -19,10 +19,10 @@ from pathlib import Path
 
 from elastic.config import Config, ConfigError
 from elastic.config_sections import Data
-from elastic.data.feed import feed_of, mixture_of, open_corpora, read_manifests
+from elastic.data.feed import directory_of, feed_of, mixture_of, open_corpora, read_manifests
 from elastic.data.groups import (
+    HOW_READ,
     PARTS,
-    READING,
     Group,
     GroupDone,
     Recipe,
@@ -35,6 +35,7 @@ from elastic.data.groups import (
     recorded,
 )
 from elastic.data.inputs import Kind, SourceFile, list_files, listing_sha256
+from elastic.data.plan_files import SUFFIX, make_plans, shard_of
 from elastic.data.pool import run_groups
 from elastic.data.remote import prepared_at
 from elastic.data.shards import (
@@ -45,6 +46,7 @@ from elastic.data.shards import (
     DataError,
     Manifest,
     Shard,
+    Split,
     UsedTokenizer,
     check_sizes,
     dtype_of,
@@ -72,9 +74,26 @@ class Tokens:
 
 
 def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_groups) -> list[Path | str]:
-    """As `prepare`, for a run: each of its sources; one behind a URL must be there. ConfigError also where the built-in
-    model's vocabulary is smaller than the corpus's, or where what is mixed or evaluated does not fit together.
-    DataError also where it is less than a step takes."""
+    """As `prepare`, for a run: each of its sources (one behind a URL must be there), and the plans of its bins.
+    ConfigError also where the built-in model's vocabulary is smaller than the corpus's, or where what is mixed or
+    evaluated does not fit together. DataError also where it is less than a step takes."""
+    manifests = _prepare_parts(config, progress, run_groups)
+    if config.data.packing == "best_fit":
+        for place, split in _places(config):
+            make_plans(place, split, config.model.seq_len, progress=progress)
+    feed_of(config, open_corpora(config.data, "train"))
+    return manifests
+
+
+def _places(config: Config) -> Iterator[tuple[Path, Split]]:
+    """All that the run reads."""
+    for part in config.data.parts().values():
+        yield from ((directory_of(part.prepared), split) for split in SPLITS)
+    for one in config.evaluation.sets:
+        yield directory_of(one.prepared), "held_out"
+
+
+def _prepare_parts(config: Config, progress: Say, run_groups: RunGroups) -> list[Path | str]:
     mixture_of(config)
     vocab_size = config.model.vocab_size if config.is_built_in else None
     manifests = [
@@ -84,7 +103,6 @@ def prepare_for(config: Config, *, progress: Say, run_groups: RunGroups = run_gr
         for part in config.data.parts().values()
     ]
     read_manifests(config.data, config.evaluation.sets)
-    feed_of(config, open_corpora(config.data, "train"))
     return manifests
 
 
@@ -92,7 +110,9 @@ def check_input(config: Config) -> None:
     """What can be known without preparing. ConfigError, DataError: it would be refused."""
     parts = config.data.parts().values()
     if all("://" in part.prepared for part in parts) or any(part.corpus == IMPORTED for part in parts):
-        prepare_for(config, progress=lambda line: None)
+        _prepare_parts(config, lambda line: None, run_groups)
+        if config.data.packing == "none":  # else how many samples there are is known only when they are planned
+            feed_of(config, open_corpora(config.data, "train"))
         return
     mixture_of(config)
     vocab_size = config.model.vocab_size if config.is_built_in else None
@@ -229,7 +249,7 @@ def _check_vocabulary(used: UsedTokenizer, model_vocab_size: int | None) -> None
 def _describe_input(data: Data, files: list[SourceFile], tokens: Tokens | None) -> dict[str, object]:
     return {
         "schema": SCHEMA,
-        "settings": data.model_dump(mode="json", exclude={"prepared", "corpus_options", *READING}),
+        "settings": data.model_dump(mode="json", exclude={"prepared", "corpus_options", *HOW_READ}),
         "files": listing_sha256(files),
         "tokenizer": tokens.used.sha256 if tokens else sha256_of(data.tokenizer),
         "tokens": [tokens.kind, tokens.used.vocab_size, tokens.used.end_of_document] if tokens else None,
@@ -294,9 +314,10 @@ def _named_by(manifest: Manifest) -> set[str]:
 
 
 def _delete_but(directory: Path, named: set[str], further: tuple[str, ...] = ()) -> None:
-    patterns = ("*-*.arrow", "*-*.crc", "*.tmp", f"{PARTS}/*.tmp", *further)
+    patterns = ("*-*.arrow", "*-*.crc", f"*-*{SUFFIX}", "*.tmp", f"{PARTS}/*.tmp", *further)
     for path in [path for pattern in patterns for path in directory.glob(pattern)]:
-        if path.name not in named:
+        name = shard_of(path.name) if path.suffix == SUFFIX else path.name
+        if name not in named:
             path.unlink(missing_ok=True)
 
 

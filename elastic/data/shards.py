@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.config import ElasticError
+from elastic.data.documents import Boundaries, apart
 from elastic.data.order import Order, order_of
+from elastic.data.rows import Rows
 from elastic.schema import refusal
 
 if TYPE_CHECKING:
@@ -165,20 +167,23 @@ def check_sizes(prepared: Path, shards: Sequence[Shard]) -> None:
 class Mapped(Sequence[Values]):
     """Values of each shard's tokens, mapped when they are first asked for: thousands are never all open.
 
-    offsets: where they begin in each file; None: they are not there, and 1 for every token.
+    offsets: where they begin in each file; None: they are not there, and 1 for every token. counts: of the values of
+    each shard, where there is not one for each token.
     """
 
     def __init__(
         self,
         prepared: Path,
         shards: Sequence[Shard],
-        dtype: TokenDtype | Literal["uint8"],
+        dtype: TokenDtype | Literal["uint8", "uint64"],
         offsets: Sequence[int | None],
+        counts: Sequence[int] | None = None,
     ) -> None:
         self._prepared = prepared
         self._shards = shards
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._offsets = offsets
+        self._counts = [shard.tokens for shard in shards] if counts is None else counts
         self._mapped: dict[int, Values] = {}
 
     def __len__(self) -> int:
@@ -193,12 +198,12 @@ class Mapped(Sequence[Values]):
             return [self[number] for number in range(*index.indices(len(self)))]
         if (found := self._mapped.get(index)) is not None:
             return found
-        shard, offset = self._shards[index], self._offsets[index]
+        shard, offset, count = self._shards[index], self._offsets[index], self._counts[index]
         path = self._prepared / shard.file
         if offset is None:
-            return np.broadcast_to(np.ones((), self._dtype), (shard.tokens,))
+            return np.broadcast_to(np.ones((), self._dtype), (count,))
         try:
-            mapped = np.memmap(path, self._dtype, "r", offset=offset, shape=(shard.tokens,))
+            mapped = np.memmap(path, self._dtype, "r", offset=offset, shape=(count,))
         except (OSError, ValueError) as error:
             raise DataError(f"can't map shard {path}: {error}; prepare the corpus again") from error
         values: Values = np.asarray(mapped)
@@ -206,38 +211,14 @@ class Mapped(Sequence[Values]):
         return values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """Windows that were read. tokens: uint16 or uint32 [rows, seq_len + 1]. learned: uint8 of the same shape, 0 where a
-    token is not learned; None: all are."""
-
-    tokens: Values
-    learned: Values | None = None
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Views of rows [start, stop)."""
-        return Rows(tokens=self.tokens[start:stop], learned=None if self.learned is None else self.learned[start:stop])
-
-    @classmethod
-    def joined(cls, parts: Mapping[int, Rows], places: Mapping[int, NDArray[np.int64]]) -> Self:
-        """Rows of several corpora as one: places[key] says where the rows of parts[key] go."""
-        count = sum(len(its) for its in places.values())
-        first = next(iter(parts.values())).tokens
-        tokens = np.empty((count, first.shape[1]), dtype=first.dtype)
-        masked = any(part.learned is not None for part in parts.values())
-        learned = np.ones(tokens.shape, dtype=np.uint8) if masked else None
-        for key, its in places.items():
-            tokens[its] = parts[key].tokens
-            if learned is not None and (mask := parts[key].learned) is not None:
-                learned[its] = mask
-        return cls(tokens=tokens, learned=learned)
-
-
 class Corpus:
     """One split of a prepared corpus, memory-mapped. `values`: the tokens of each shard, of one dtype.
 
-    masks: uint8 of each token in the same places, 1 where it is learned; None: all are.
+    masks: uint8 of each token in the same places, 1 where it is learned; None: all are. boundaries: of its documents,
+    where they are known. is_apart: windows tell them apart; it may be set before anything is read.
     """
+
+    is_apart = False
 
     def __init__(
         self,
@@ -247,14 +228,17 @@ class Corpus:
         values: Sequence[Values],
         lengths: Sequence[int] | None = None,
         masks: Corpus | None = None,
+        documents: Sequence[Values] | None = None,
     ) -> None:
-        """`lengths` of the values, where those are mapped only when needed."""
+        """`lengths` of the values, where those are mapped only when needed. `documents`: 64-bit boundaries of the
+        documents in each shard, from 0 to its length."""
         self.fingerprint = fingerprint
         self.vocab_size = vocab_size
         self.masks = masks
         self._values = values
         self._ends = np.cumsum([len(part) for part in values] if lengths is None else lengths, dtype=np.int64)
         self.tokens = int(self._ends[-1])
+        self.boundaries = None if documents is None else Boundaries(documents, self._ends)
 
     @classmethod
     def open(cls, prepared: Path | Prepared, split: Split) -> Self:
@@ -269,18 +253,28 @@ class Corpus:
         values_of = partial(Mapped, prepared, shards) if isinstance(prepared, Path) else prepared.values_of(shards)
         lengths, of_masks = [shard.tokens for shard in shards], [shard.mask_offset for shard in shards]
         masks = values_of("uint8", of_masks) if any(at is not None for at in of_masks) else None
+        places, counts = [shard.offsets_offset for shard in shards], [shard.documents + 1 for shard in shards]
         return cls(
             fingerprint=manifest.fingerprint,
             vocab_size=manifest.vocab_size,
             values=values_of(manifest.dtype, [shard.values_offset for shard in shards]),
             lengths=lengths,
             masks=Corpus(fingerprint="", vocab_size=2, values=masks, lengths=lengths) if masks else None,
+            documents=values_of("uint64", places, counts),
         )
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """uint16 or uint32, of every window."""
         return self._values.dtype if is_fetched(self._values) else self._values[0].dtype
+
+    @property
+    def shards(self) -> int:
+        return len(self._values)
+
+    def of_shard(self, shard: int) -> Values:
+        """All its values."""
+        return self._values[shard]
 
     def windows(self, seq_len: int) -> int:
         """How many windows of `seq_len` tokens there are; each needs one token more for its last target."""
@@ -301,7 +295,13 @@ class Corpus:
     def rows(self, indices: NDArray[np.uint64], seq_len: int) -> Rows:
         """Copies of these windows, with all that is known of their tokens. IndexError: there is no such window."""
         learned = None if self.masks is None else self.masks.gather(indices, seq_len)
-        return Rows(tokens=self.gather(indices, seq_len), learned=learned)
+        tokens = self.gather(indices, seq_len)
+        if not self.is_apart:
+            return Rows(tokens=tokens, learned=learned)
+        assert self.boundaries is not None, "opened without its documents"
+        begins = self.boundaries.begins(indices.astype(np.int64) * seq_len, seq_len + 1)
+        documents, learned = apart(begins, learned)
+        return Rows(tokens=tokens, learned=learned, documents=documents)
 
     @property
     def remote(self) -> Remote | None:

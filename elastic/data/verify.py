@@ -13,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from elastic.config import ElasticError
+from elastic.data import plan_files
 from elastic.data.remote import Prepared
 from elastic.data.shards import (
     LOSS_MASK,
@@ -42,6 +43,7 @@ def damages(prepared: Path, manifest: Manifest) -> Iterator[str]:
             found = list(_shard_damages(prepared, shard))
             # Arrow is not given bytes that are known to be wrong.
             yield from found or _content_damages(prepared, shard, manifest)
+    yield from plan_files.damages(prepared, manifest)
 
 
 def _tokenizer_damage(path: Path, manifest: Manifest) -> Iterator[str]:
@@ -153,6 +155,8 @@ def described(prepared: Path | Prepared, documents: int) -> list[str]:
             f"{split:11} {tokens:,} tokens, {rows:,} documents, {len(shards)} shards, {nbytes:,} bytes"
             + (f", {masked} shards with a loss mask" if masked else "")
         )
+    if isinstance(prepared, Path):
+        lines += plan_files.described(prepared, manifest)
     if documents > 0:
         tokenizer = _tokenizer(prepared, manifest)
         for split in (split for split in SPLITS if split in manifest.splits):

@@ -25,8 +25,9 @@ from elastic.checkpoint.arena import Arena
 from elastic.checkpoint.errors import Damaged, SourceFailed, StateError
 from elastic.config import Config, ConfigError, TaskError
 from elastic.config_sections import Sizes
-from elastic.data.feed import feed_of, open_corpora
+from elastic.data.feed import feed_of, open_corpora, open_corpus
 from elastic.data.loader import EvaluationSet, Loader, Slice, held_out_batches
+from elastic.data.packed import PackedCorpus
 from elastic.data.remote import Prepared, prepared_at
 from elastic.data.shards import Corpus
 from elastic.events import Exit, from_json, to_json
@@ -242,7 +243,9 @@ class Corpora:
 
     def open(self) -> None:
         try:
-            assert self.train and self.held_out and self.sets is not None
+            for corpora in (self.train, self.held_out, self.sets):
+                for corpus in corpora.values():
+                    corpus.windows(self._config.model.seq_len)  # packed, it looks for its plan
         except StorageUnavailable as error:  # what needs it tries again
             log.warning("the corpus can't be opened ahead of time: %s", error)
 
@@ -256,19 +259,26 @@ class Corpora:
 
     @cached_property
     def sets(self) -> dict[str, Corpus]:
-        return {one.name: self._set(one.prepared) for one in self._config.evaluation.sets}
-
-    def _set(self, place: str) -> Corpus:
-        return Corpus.open(prepared_at(self._config.data, place), "held_out")
+        return {
+            one.name: open_corpus(one.prepared, "held_out", self._config.data) for one in self._config.evaluation.sets
+        }
 
 
 class MadeUpCorpora(Corpora):
     """Zeros in place of text, for a rehearsal."""
 
     def __init__(self, config: Config) -> None:
-        tokens = config.batch.global_samples * config.model.seq_len + 1  # as many as a step takes
-        values = [np.broadcast_to(np.zeros((), dtype=np.uint16), (tokens,))]
-        made_up = Corpus(fingerprint="", vocab_size=config.model.vocab_size, values=values)
+        # More than a step takes, in windows and in bins; two documents in each. No memory is behind zeros not written.
+        seq_len, windows = config.model.seq_len, 2 * config.batch.global_samples
+        begins = np.arange(windows, dtype=np.uint64) * np.uint64(seq_len)
+        documents = np.append(np.stack([begins, begins + np.uint64(seq_len // 3)], axis=1), windows * seq_len + 1)
+        made_up = (PackedCorpus if config.data.packing == "best_fit" else Corpus)(
+            fingerprint="",
+            vocab_size=config.model.vocab_size,
+            values=[np.zeros(windows * seq_len + 1, dtype=np.uint16)],
+            documents=[documents.astype(np.uint64)],
+        )
+        made_up.is_apart = config.data.documents == "apart"
         self.train = self.held_out = dict.fromkeys(config.data.parts(), made_up)
         self.sets = dict.fromkeys((one.name for one in config.evaluation.sets), made_up)
         for part in config.data.parts().values():

@@ -31,7 +31,7 @@ class LanguageModel:
         initialise(cast(Transformer, model), seed)
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        return loss_sum(model(batch.tokens), batch.targets)
+        return loss_sum(model(batch.tokens, batch.documents), batch.targets)
 
     def flops_per_token(self, config: Config) -> float:
         return shape.flops_per_token(config.model)

@@ -141,10 +141,10 @@ def test_sources_are_prepared_each_by_itself(tmp_path: Path) -> None:
     assert manifests == [tmp_path / "out" / name / "manifest.json" for name in ("code", "web")]
     read = feed_of(wanted, open_corpora(wanted.data, "train"))
     assert set(source_of(read.run(0, 100)).tolist()) == {0, 1}
-    fingerprint = fingerprint_of(wanted.data)
-    assert fingerprint == fingerprint_of(wanted.data.absolute())
+    fingerprint = fingerprint_of(wanted.data, SEQ_LEN)
+    assert fingerprint == fingerprint_of(wanted.data.absolute(), SEQ_LEN)
     one = wanted.data.model_copy(update={"sources": wanted.data.sources[:1]})
-    assert fingerprint_of(one) != fingerprint
+    assert fingerprint_of(one, SEQ_LEN) != fingerprint
 
 
 def test_sources_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elastic.config import Config, ConfigError
+from elastic.config_sections import Data, Model
 from elastic.data import cache, fetch, here
 from elastic.data.cache import HEADER_BYTES, Cache
+from elastic.data.prepare import prepare_for
 from elastic.data.shards import PIECE_BYTES, Corpus, DataError, read_manifest
 from elastic.storage.errors import StorageError, StorageUnavailable
-from tests.data.behind import SEQ_LEN, Gets, behind, copied, corpus_in
-from tests.data.inputs import prepared_of, write_jsonl
+from tests.data.behind import SEQ_LEN, VOCAB_SIZE, Gets, behind, copied, corpus_in
+from tests.data.inputs import prepared_of, quiet, write_jsonl
 
 LIMIT_S = 30.0
 
@@ -352,3 +355,21 @@ def test_masks_are_fetched_too(tmp_path: Path, gets: Gets) -> None:
     a, b = ours.rows(indices, 16), theirs.rows(indices, 16)
     assert a.learned is not None and b.learned is not None
     assert (a.tokens == b.tokens).all() and (a.learned == b.learned).all() and not a.learned.all()
+
+
+def test_documents_apart(prepared: Path, tmp_path: Path, gets: Gets) -> None:
+    ours, theirs = train(behind(prepared, tmp_path / "cache")), train(prepared)
+    ours.is_apart = theirs.is_apart = True
+    indices = every(ours)[:200]
+    a, b = ours.rows(indices, SEQ_LEN), theirs.rows(indices, SEQ_LEN)
+    assert a.documents is not None and b.documents is not None and a.documents.max() > 0
+    assert (a.documents == b.documents).all() and (a.tokens == b.tokens).all()
+
+
+def test_bins_are_not_read_from_a_url(prepared: Path, tmp_path: Path) -> None:
+    config = Config(
+        data=Data(prepared=f"file://{prepared}", cache=str(tmp_path), packing="best_fit"),
+        model=Model(vocab_size=VOCAB_SIZE),
+    )
+    with pytest.raises(ConfigError, match=r"data\.packing best_fit: file://.* is a URL, wanted a directory"):
+        prepare_for(config, progress=quiet)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic.config_sections import Optimizer
 from elastic.data.loader import Slice
 from elastic.data.order import digest
-from elastic.data.shards import Rows
+from elastic.data.rows import Rows
 from elastic.worker.schedule import warmup_cosine
 from elastic.worker.step import Step, Word, limbs_of, random_seed, scale, squared_norm
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -186,6 +187,26 @@ def test_a_mistake_is_one_sentence_before_anything_starts(
         check(job(written(tmp_path, text), name))
     assert type(raised.value) is kind
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "starts"),
+    [
+        ({}, [0, 8]),
+        ({"documents": "apart"}, [0, 2, 8]),
+        ({"packing": "best_fit"}, [0, 2, 8]),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("forks")
+def test_a_rehearsal_has_documents_where_the_run_has(tmp_path: Path, data: dict[str, str], starts: list[int]) -> None:
+    """The task says what it was given, by an error."""
+    says = MODEL.replace(
+        "return F.cross", "raise ValueError([batch.documents is None, batch.cu_seqlens.tolist()]); return F.cross"
+    )
+    config = job(written(tmp_path, says), data=data, batch={"micro_samples": 2, "global_samples": 4})
+    with pytest.raises(TaskError, match=re.escape(f"{[not data, starts]}")):
+        check(config)
 
 
 @pytest.mark.usefixtures("forks")
