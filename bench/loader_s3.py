@@ -64,7 +64,7 @@ def read(given: dict[str, Any]) -> dict[str, float]:
     loader.close()
     after_first = tokens * (steps - 1) / steps
     assert corpus.remote is not None
-    counts = corpus.remote.here.counts
+    counts = corpus.remote.pieces.counts
     return {
         "first_s": began_s - asked_s,
         "tokens_s": after_first / took_s,

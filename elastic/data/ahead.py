@@ -37,7 +37,7 @@ class Ahead:
     @property
     def waits_for(self) -> str:
         """What somebody waits for that reads one of the corpora, "": nothing."""
-        return "; ".join(why for remote in self._remotes if (why := remote.here.pool.waits_for))
+        return "; ".join(why for remote in self._remotes if (why := remote.pieces.pool.waits_for))
 
     def taken(self) -> None:
         """A step was taken now."""

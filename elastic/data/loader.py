@@ -128,7 +128,8 @@ class Loader:
         self._share = plan.share_of(rank)
         rows = np.array_split(np.arange(self._share[1] - self._share[0]), plan.micro_batches)
         self._cuts = [(int(part[0]), int(part[-1]) + 1) for part in rows]
-        self._known: tuple[int, Numbers] = (0, np.empty((0, 0), dtype=np.uint64))  # first step, ids [steps, share]
+        # Two, for they are asked for different steps in turn.
+        self._ids, self._ids_ahead = (_Ids(feed, global_samples, self._share) for _ in range(2))
         corpus = feed.corpora[0]
         token_bytes = corpus.dtype.itemsize + (3 if corpus.is_apart else 0)  # its document, whether it is learned
         step_bytes = (self._share[1] - self._share[0]) * (feed.seq_len + 1) * token_bytes
@@ -148,7 +149,7 @@ class Loader:
 
     def read(self, step: int, steps: int = 1) -> list[list[Slice]]:
         """The same of several steps, read now in this thread, in one go: each call has its price."""
-        ids = self.ids(step, steps)
+        ids = self._ids.of(step, steps)
         read = self._feed.read(ids)
         start, stop = self._share
         share, found = stop - start, []
@@ -162,24 +163,34 @@ class Loader:
 
     def expect(self, step: int, steps: int) -> Wanted:
         """What these steps need is fetched, where that is not here. Does not wait."""
-        return self._feed.expect(self.ids(step, steps))
-
-    def ids(self, step: int, steps: int) -> Numbers:
-        """Of this rank's samples in these steps, in their order."""
-        start, stop = self._share
-        first, known = self._known
-        if not first <= step <= step + steps <= first + len(known):
-            at_once = max(steps, IDS_AT_ONCE // max(1, stop - start))  # one by one they would take most of the time
-            firsts = np.arange(step, step + at_once, dtype=np.uint64) * np.uint64(self._global_samples)
-            numbers = np.add.outer(firsts, np.arange(start, stop, dtype=np.uint64))
-            first, known = self._known = step, self._feed.ids(numbers.ravel()).reshape(numbers.shape)
-        return known[step - first : step - first + steps].ravel()
+        return self._feed.expect(self._ids_ahead.of(step, steps))
 
     def close(self) -> None:
         """End the reading thread; harmless when there is none. The loader can be used again."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+
+class _Ids:
+    """Ids of one rank's samples, of many steps at once: one by one they would take most of the time."""
+
+    def __init__(self, feed: Feed, global_samples: int, share: tuple[int, int]) -> None:
+        self._feed = feed
+        self._global_samples = global_samples
+        self._share = share
+        self._known: tuple[int, Numbers] = (0, np.empty((0, 0), dtype=np.uint64))  # first step, ids [steps, share]
+
+    def of(self, step: int, steps: int) -> Numbers:
+        """In their order."""
+        start, stop = self._share
+        first, known = self._known
+        if not first <= step <= step + steps <= first + len(known):
+            at_once = max(steps, IDS_AT_ONCE // max(1, stop - start))
+            firsts = np.arange(step, step + at_once, dtype=np.uint64) * np.uint64(self._global_samples)
+            numbers = np.add.outer(firsts, np.arange(start, stop, dtype=np.uint64))
+            first, known = self._known = step, self._feed.ids(numbers.ravel()).reshape(numbers.shape)
+        return known[step - first : step - first + steps].ravel()
 
 
 class _Reader:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from elastic.config_sections import Data, StorageOptions
 from elastic.data.cache import STREAM_BYTES, Cache, Held
 from elastic.data.fetch import Wanted
-from elastic.data.here import Here, ManyForStream, Numbers
+from elastic.data.pieces import ManyForStream, Numbers, Pieces
 from elastic.data.shards import MANIFEST, PIECE_BYTES, DataError, Shard, TokenDtype, Values
 from elastic.storage.errors import ObjectMissing, StorageError, StorageUnavailable
 from elastic.storage.files import replace_file
@@ -102,23 +102,23 @@ class Remote:
     def __init__(self, prepared: Prepared, shards: Sequence[Shard]) -> None:
         self.shards = shards
         self._prepared = prepared
-        self._found: tuple[int, Here] | None = None
+        self._found: tuple[int, Pieces] | None = None
         self._lock = threading.Lock()
 
     @property
-    def here(self) -> Here:
+    def pieces(self) -> Pieces:
         with self._lock:
             if self._found is None or self._found[0] != os.getpid():
                 of = self._prepared
                 cache = Cache(of.cache, of.cache_bytes_max)
-                self._found = (os.getpid(), Here(of.url, of.store(TRY_S), cache, self.shards))
+                self._found = (os.getpid(), Pieces(of.url, of.store(TRY_S), cache, self.shards))
             return self._found[1]
 
     @property
     def horizon(self) -> tuple[float, int]:
         """So many seconds, and so many bytes, are fetched ahead."""
         nbytes = self._prepared.ahead_bytes_max
-        return self._prepared.ahead_s, min(nbytes, STREAM_BYTES // 2) if self.here.streams else nbytes
+        return self._prepared.ahead_s, min(nbytes, STREAM_BYTES // 2) if self.pieces.streams else nbytes
 
 
 # Windows, seq_len, the values of each shard -> their copies.
@@ -154,11 +154,11 @@ class Fetched(Sequence[Values]):
             return [self[number] for number in range(*index.indices(len(self)))]
         whole = np.array([index]), np.array([0]), np.array([self._counts[index]])
         with self.present(*whole, streamed_max=1 << 30) as values:
-            return values[index].copy() if self.remote.here.streams else values[index]
+            return values[index].copy() if self.remote.pieces.streams else values[index]
 
     def expect_windows(self, ends: Numbers, indices: NDArray[np.uint64], seq_len: int) -> Wanted:
         """They are read soon. Does not wait. ends: of the shards, in the stream of all values."""
-        return self.remote.here.expect(self._codes(*_places(ends, indices, seq_len)))
+        return self.remote.pieces.expect(self._codes(*_places(ends, indices, seq_len)))
 
     def read_windows(self, ends: Numbers, indices: NDArray[np.uint64], seq_len: int, read: Read) -> Values:
         """What `read` makes of them, once they are here."""
@@ -176,8 +176,8 @@ class Fetched(Sequence[Values]):
     def present(
         self, shards: Numbers, starts: Numbers, stops: Numbers, streamed_max: int
     ) -> Iterator[Sequence[Values]]:
-        """The shards' values, of which these may be read inside. ManyForStream: see `Here.present`."""
-        with self.remote.here.present(self._codes(shards, starts, stops), streamed_max) as held:
+        """The shards' values, of which these may be read inside. ManyForStream: see `Pieces.present`."""
+        with self.remote.pieces.present(self._codes(shards, starts, stops), streamed_max) as held:
             yield _Inside(self, held)
 
     def _codes(self, shards: Numbers, starts: Numbers, stops: Numbers) -> Numbers:

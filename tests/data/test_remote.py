@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elastic.config import Config
 from elastic.data import cache, fetch, here
 from elastic.data.cache import HEADER_BYTES, Cache
 from elastic.data.shards import PIECE_BYTES, Corpus, DataError, read_manifest
@@ -231,7 +232,7 @@ def test_a_late_answer_is_asked_for_twice(
     began_s = time.monotonic()
     assert same(corpus, prepared, np.array([5], np.uint64)) and time.monotonic() - began_s < 2.0
     assert corpus.remote is not None
-    assert (corpus.remote.here.counts.requests, corpus.remote.here.counts.second_requests) == (2, 1)
+    assert (corpus.remote.pieces.counts.requests, corpus.remote.pieces.counts.second_requests) == (2, 1)
 
 
 def test_old_shards_make_room(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +281,8 @@ def test_a_cache_that_refuses_is_read_without(
         f"can't write into data.cache {place}"
     ]
     assert corpus.remote is not None
-    stream = corpus.remote.here._stream
-    assert corpus.remote.here.streams and stream.nbytes <= 4 << 20
+    stream = corpus.remote.pieces._stream
+    assert corpus.remote.pieces.streams and stream.nbytes <= 4 << 20
     assert corpus.expect(indices[:3], SEQ_LEN) is not None
 
 
@@ -324,7 +325,7 @@ def test_more_shards_than_may_be_open(prepared: Path, tmp_path: Path, monkeypatc
     corpus = train(behind(prepared, tmp_path / "cache"))
     for index in range(0, corpus.windows(SEQ_LEN), 300):
         assert same(corpus, prepared, np.array([index], np.uint64))
-    assert same(corpus, prepared) and corpus.remote is not None and len(corpus.remote.here._held) <= 3
+    assert same(corpus, prepared) and corpus.remote is not None and len(corpus.remote.pieces._held) <= 3
 
 
 def test_a_fork_begins_anew(prepared: Path, tmp_path: Path, gets: Gets) -> None:
@@ -352,3 +353,20 @@ def test_masks_are_fetched_too(tmp_path: Path, gets: Gets) -> None:
     a, b = ours.rows(indices, 16), theirs.rows(indices, 16)
     assert a.learned is not None and b.learned is not None
     assert (a.tokens == b.tokens).all() and (a.learned == b.learned).all() and not a.learned.all()
+
+
+def test_documents_apart(prepared: Path, tmp_path: Path, gets: Gets) -> None:
+    ours, theirs = train(behind(prepared, tmp_path / "cache")), train(prepared)
+    ours.is_apart = theirs.is_apart = True
+    indices = every(ours)[:200]
+    a, b = ours.rows(indices, SEQ_LEN), theirs.rows(indices, SEQ_LEN)
+    assert a.documents is not None and b.documents is not None and a.documents.max() > 0
+    assert (a.documents == b.documents).all() and (a.tokens == b.tokens).all()
+
+
+def test_bins_are_not_read_from_a_url(prepared: Path, tmp_path: Path) -> None:
+    data = {"prepared": f"file://{prepared}", "cache": str(tmp_path), "packing": "best_fit"}
+    with pytest.raises(
+        ValueError, match=r"data\.packing best_fit can't read file://.*: its plans and documents must lie"
+    ):
+        Config.model_validate({"data": data})

@@ -75,7 +75,7 @@ def main() -> None:
     before = own_bytes()
     digest = digest_of(corpus, windows, given["pause_s"])
     assert corpus.remote is not None
-    here = corpus.remote.here
+    here = corpus.remote.pieces
     told = {"digest": digest, "nbytes": here.counts.nbytes, "requests": here.counts.requests, "streams": here.streams}
     print(json.dumps({**told, "own_bytes": own_bytes() - before, "second": here.counts.second_requests}), flush=True)
 

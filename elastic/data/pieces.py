@@ -47,7 +47,7 @@ class ManyForStream(Exception):
     """So many pieces are not to be in memory at once."""
 
 
-class Here:
+class Pieces:
     """What one process holds of them, and its threads. Pieces go by their codes."""
 
     def __init__(self, place: str, store: Store, cache: Cache, shards: Sequence[Shard]) -> None:
