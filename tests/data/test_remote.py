@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from elastic.config import Config
-from elastic.data import cache, fetch, here
+from elastic.data import cache, fetch, pieces
 from elastic.data.cache import HEADER_BYTES, Cache
 from elastic.data.shards import PIECE_BYTES, Corpus, DataError, read_manifest
 from elastic.storage.errors import StorageError, StorageUnavailable
@@ -50,7 +50,7 @@ def same(ours: Corpus, prepared: Path, indices: np.ndarray | None = None) -> boo
     return bool((ours.gather(indices, SEQ_LEN) == wanted).all())
 
 
-def pieces(prepared: Path) -> int:
+def count_of_pieces(prepared: Path) -> int:
     """That hold tokens of training, at most."""
     return sum(-(-shard.nbytes // PIECE_BYTES) for shard in read_manifest(prepared).splits["train"])
 
@@ -67,9 +67,9 @@ def test_the_same_windows_and_each_piece_once(prepared: Path, tmp_path: Path, ge
     assert len(read_manifest(prepared).splits["train"]) > 2
     assert ours.window(3, SEQ_LEN).tolist() == train(prepared).window(3, SEQ_LEN).tolist() and len(gets.pieces) == 1
     assert same(ours, prepared)
-    assert len(set(gets.pieces)) == len(gets.pieces) <= pieces(prepared)
+    assert len(set(gets.pieces)) == len(gets.pieces) <= count_of_pieces(prepared)
     again = train(behind(prepared, tmp_path / "cache"))
-    assert same(again, prepared) and len(gets.pieces) <= pieces(prepared)
+    assert same(again, prepared) and len(gets.pieces) <= count_of_pieces(prepared)
 
 
 def test_only_what_is_read_is_fetched(prepared: Path, tmp_path: Path, gets: Gets) -> None:
@@ -104,7 +104,7 @@ def test_processes_of_a_node_fetch_a_piece_once(prepared: Path, tmp_path: Path, 
         one.join(LIMIT_S)
         assert one.exitcode == 0
     lines = names.read_text().splitlines()
-    assert len(set(lines)) == len(lines) <= pieces(prepared)
+    assert len(set(lines)) == len(lines) <= count_of_pieces(prepared)
 
 
 def test_killed_while_it_writes(prepared: Path, tmp_path: Path, gets: Gets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_a_late_answer_is_asked_for_twice(
 
 
 def test_old_shards_make_room(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "TEND_EVERY_S", 0.0)
+    monkeypatch.setattr(pieces, "TEND_EVERY_S", 0.0)
     bound = 4 << 20
     corpus = train(behind(prepared, tmp_path / "cache", cache_bytes_max=bound))
     for _ in range(2):
@@ -272,7 +272,7 @@ def test_a_cache_that_refuses_is_read_without(
         place.write_bytes(b"")
     else:
         monkeypatch.setattr(os, "ftruncate", lambda *given: (_ for _ in ()).throw(OSError(errno.EFBIG, "too large")))
-    monkeypatch.setattr(here, "STREAM_BYTES", 4 << 20)
+    monkeypatch.setattr(pieces, "STREAM_BYTES", 4 << 20)
     corpus = train(behind(prepared, place))
     indices = every(corpus)[:300]
     with caplog.at_level(logging.WARNING):
@@ -321,7 +321,7 @@ def test_files_of_dead_processes_go(prepared: Path, tmp_path: Path) -> None:
 
 
 def test_more_shards_than_may_be_open(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "HELD_MAX", 2)
+    monkeypatch.setattr(pieces, "HELD_MAX", 2)
     corpus = train(behind(prepared, tmp_path / "cache"))
     for index in range(0, corpus.windows(SEQ_LEN), 300):
         assert same(corpus, prepared, np.array([index], np.uint64))
