@@ -49,6 +49,7 @@ def on_s3(path: Path, endpoint: str, **changes: Any) -> Config:
     return small(path, storage="s3://runs/tests", directory=str(path / "runs"), storage_options=options, **changes)
 
 
+@pytest.mark.long
 def test_a_run_is_stopped_and_goes_on_from_s3_with_another_number_of_hosts(tmp_path: Path, seaweed: Seaweed) -> None:
     control = {"start_wait_s": 5.0}  # the second time there are fewer hosts than may be
     config = on_s3(tmp_path, seaweed.endpoint, steps=40, hosts_max=3, control=control)

@@ -37,7 +37,7 @@ def records_of(run: Running) -> list[dict[str, Any]]:
 
 MODES = [
     pytest.param({"documents": "apart"}, id="apart", marks=pytest.mark.long),
-    pytest.param({"documents": "apart", "packing": "best_fit"}, id="best_fit"),
+    pytest.param({"documents": "apart", "packing": "best_fit"}, id="best_fit", marks=pytest.mark.long),
 ]
 
 
