@@ -83,6 +83,8 @@ def _go_back(state: RunState, why: str) -> Decision:
 def _story(rank: int, host: str, ended: Exit) -> str:
     how = f"signal {ended.signal}" if ended.signal else f"exit code {ended.code}"
     first = f"rank {rank} on {host} ended ({ended.kind}, {how}) after step {ended.step}"
+    if ended.kind == "storage" and ended.detail:
+        return f"{first}: {ended.detail}"  # one sentence, and all that anybody wants to know
     return f"{first}\n{ended.detail}" if ended.detail else first
 
 

@@ -7,6 +7,7 @@ are on the device. The one module of this room that imports torch.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from elastic.data.shards import Corpus, DataError
 from elastic.model.documents import cu_seqlens_of, positions_of
 from elastic.model.shape import NO_TARGET
 from elastic.plan import Plan
+from elastic.storage.errors import StorageUnavailable
 
 PADDING_ID = 2**64 - 1
 AHEAD_BYTES = 16 << 20
@@ -119,10 +121,19 @@ class Loader:
     """
 
     def __init__(
-        self, feed: Feed, *, global_samples: int, plan: Plan, rank: int, ahead_bytes: int = AHEAD_BYTES
+        self,
+        feed: Feed,
+        *,
+        global_samples: int,
+        plan: Plan,
+        rank: int,
+        ahead_bytes: int = AHEAD_BYTES,
+        wait_s: float = math.inf,
     ) -> None:
-        """ahead_bytes: of steps that are ready, about."""
+        """ahead_bytes: of steps that are ready, about. wait_s: for storage that does not answer, before that is raised
+        as StorageUnavailable; who asks again waits on."""
         assert sum(plan.shares) == global_samples, (plan.shares, global_samples)
+        self.wait_s = wait_s
         self._feed = feed
         self._global_samples = global_samples
         self._share = plan.share_of(rank)
@@ -211,17 +222,23 @@ class _Reader:
         self._thread.start()
 
     def take(self) -> list[Slice]:
+        left_s = self._loader.wait_s
         while True:
+            wait_s = min(_READ_WAIT_S, left_s)
             try:
-                item = self._ready.get(timeout=_READ_WAIT_S)
+                item = self._ready.get(timeout=wait_s)
                 break
             except queue.Empty:
-                if not (why := self._fetched.waits_for):
+                why, left_s = self._fetched.waits_for, left_s - wait_s
+                if not why and wait_s == _READ_WAIT_S:
                     raise DataError(
                         f"step {self.next_step} was not read within {_READ_WAIT_S:.0f} s; "
                         "is the storage of the prepared corpus reachable?"
                     ) from None
-                log.warning("step %d waits for its data: %s", self.next_step, why)
+                told = f"step {self.next_step} waits for its data: {why or 'it is being read'}"
+                if left_s <= 0:
+                    raise StorageUnavailable(f"{told}; {self._loader.wait_s:.0f} s have passed") from None
+                log.warning(told)
         self._fetched.taken()
         if isinstance(item, Exception):
             self.next_step = -1  # the thread has ended: a retry reads anew

@@ -120,7 +120,7 @@ def _train(inheritance: Inheritance, assignment: Assignment, seat: Seat, corpora
     except BaseException as error:  # of any kind: it ends this process, and its host has to hear of it
         ours = isinstance(error, StateError | TaskError | ConfigError)  # one sentence that says it all
         damaged = isinstance(error, Damaged)
-        detail = str(error) if ours or damaged else traceback_tail(error)
+        detail = str(error) if ours or isinstance(error, Damaged | StorageUnavailable) else traceback_tail(error)
         print(traceback_tail(error), file=sys.stderr)
         peers = is_peer_failure(error) or isinstance(error, StorageError)
         kind = "user" if ours or not peers else "storage" if isinstance(error, StorageUnavailable) else "peer"
@@ -310,6 +310,8 @@ class CorpusSamples:
             global_samples=self._config.batch.global_samples,
             plan=self._assignment.plan,
             rank=self._assignment.rank,
+            # Before the others' collectives give up on this rank: an outage that is told as one spends no failure.
+            wait_s=self._config.control.collective_timeout_s / 2,
         )
 
     @cached_property

@@ -136,6 +136,29 @@ def test_a_loader_waits_for_storage_and_says_for_what(
     assert any("step 0 waits for its data: the corpus at file://" in line and "no answer" in line for line in told)
 
 
+def test_a_loader_that_waited_long_enough_says_so_and_can_be_asked_again(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gets, is_up = Gets(monkeypatch), threading.Event()
+
+    def down(key: str, start: int, data: bytes) -> bytes:
+        if not is_up.is_set():
+            raise StorageUnavailable("file://x: can't read: no answer")
+        return data
+
+    gets.rule = down
+    ours = loader_of(f"file://{prepared}", tmp_path / "cache")
+    ours.wait_s = 0.3
+    try:
+        with pytest.raises(StorageUnavailable, match=r"step 0 waits for its data: .* no answer; 0 s have passed"):
+            ours.micro_batches(0)
+        is_up.set()
+        ours.wait_s = 60.0
+        assert ours.micro_batches(0)[0].rows.tokens.shape == (SAMPLES, SEQ_LEN + 1)
+    finally:
+        ours.close()
+
+
 def test_an_outage_is_not_felt_while_enough_was_read_ahead(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from elastic.checkpoint.verify import damages
 from elastic.cluster import twin
 from elastic.config import Config
 from elastic.config_sections import Data, StorageOptions
+from elastic.controller.recovery import STORAGE
 from elastic.controller.state import Phase
 from elastic.data.remote import Prepared, prepared_at
 from elastic.data.upload import upload
@@ -70,14 +71,39 @@ def test_a_run_is_stopped_and_goes_on_from_s3_with_another_number_of_hosts(tmp_p
     assert twin.differences(entries, twin.run_locally(twin.config_of(config, entries), say=lambda _: None)) == []
 
 
-def test_a_corpus_in_s3_trains_the_same_as_in_a_directory(tmp_path: Path, seaweed: Seaweed) -> None:
-    base = small(tmp_path, steps=30)
-    options = StorageOptions(endpoint=seaweed.endpoint, region="us-east-1")
-    there = Data(prepared="s3://runs/corpus", prepared_options=options, cache=str(tmp_path / "cache"))
+def with_corpus_on_s3(base: Config, path: Path, endpoint: str) -> Config:
+    options = StorageOptions(endpoint=endpoint, region="us-east-1", deadline_s=1.0)
+    there = Data(prepared="s3://runs/corpus", prepared_options=options, cache=str(path / "cache"))
     place = prepared_at(there)
     assert isinstance(place, Prepared)
     upload(Path(base.data.prepared), place, progress=lambda line: None)
-    config = Config.model_validate({**base.model_dump(), "data": {**there.model_dump(), "corpus": base.data.corpus}})
+    return Config.model_validate({**base.model_dump(), "data": {**there.model_dump(), "corpus": base.data.corpus}})
+
+
+@pytest.mark.long
+def test_data_that_storage_keeps_back_spends_no_failure(tmp_path: Path, seaweed: Seaweed) -> None:
+    """It is told as what it is before the collectives of the others end, again and again, until storage is back."""
+    control = {"collective_timeout_s": 6.0, "failures_without_progress_max": 1, "start_timeout_s": 30.0}
+    config = with_corpus_on_s3(small(tmp_path, steps=20, control=control), tmp_path, seaweed.endpoint)
+    prepared_at(config.data).manifest_bytes()  # type: ignore[union-attr]  # this node knows the manifest
+    seaweed.stop()
+    with Running(config, tmp_path, nodes=2, hosts_per_node=1) as run:
+        run.until(lambda: run.driver.state.incidents >= 3)
+        assert run.driver.state.step == 0
+        again = threading.Thread(target=seaweed.start)
+        again.start()
+        run.finish()
+        again.join()
+        entries = journal.read_file(run.journal)
+    told = [entry["incident"] for entry in entries if entry["incident"]]
+    assert {incident["failure"] for incident in told} <= {STORAGE, "broken connection"}
+    assert any("step 0 waits for its data: the corpus at s3://runs/corpus" in entry["reason"] for entry in entries)
+    assert [record["step"] for record in lineage(entries)] == list(range(1, 21))
+
+
+def test_a_corpus_in_s3_trains_the_same_as_in_a_directory(tmp_path: Path, seaweed: Seaweed) -> None:
+    base = small(tmp_path, steps=30)
+    config = with_corpus_on_s3(base, tmp_path, seaweed.endpoint)
     with Running(config, tmp_path, nodes=2, hosts_per_node=1) as run:
         run.until(lambda: run.warm(2)() and run.step(5)())
         os.kill(run.pid(1, "trainer"), signal.SIGKILL)
