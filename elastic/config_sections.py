@@ -149,8 +149,9 @@ class Data(Section):
     held_out_every: one document in so many is held out, where no file's path says validation, test or held_out.
     shard_bytes: of one file of tokens, about.
     prepared: a directory that all nodes see, or a URL to which `elastic data upload` copied one. prepared_options: of
-    that URL. What is read from there is kept in `cache`, a directory on each node, up to `cache_bytes_max` for all that
-    run there; what the next `ahead_s` seconds need is fetched ahead, up to `ahead_bytes_max` of it for each rank.
+    that URL. What is read from there is kept in `cache`, a directory on each node (empty: one of this user in /tmp), up
+    to `cache_bytes_max` for all that run there; what the next `ahead_s` seconds need is fetched ahead, up to
+    `ahead_bytes_max` of it for each rank.
 
     sources: several corpora, mixed, in place of `corpus`; the other keys are those of each. weights: later ones, by
     step. skip: samples that are never used; a range may be added to a run where it lies after what was used.
@@ -168,7 +169,7 @@ class Data(Section):
     end_of_document: str = ""
     prepared: str = "runs/data/stdlib"
     prepared_options: StorageOptions = StorageOptions()
-    cache: str = "/tmp/elastic-data-cache"
+    cache: str = Field("", pattern="^(/.*)?$")
     cache_bytes_max: int = Field(32 << 30, ge=1 << 20)
     ahead_s: float = Field(60.0, ge=0)
     ahead_bytes_max: int = Field(256 << 20, ge=1 << 20)
@@ -213,9 +214,7 @@ class Data(Section):
             source.model_copy(update={"prepared": absolute(source.prepared) if source.prepared else ""})
             for source in self.sources
         )
-        return self.model_copy(
-            update={"prepared": absolute(self.prepared), "cache": absolute(self.cache), "sources": sources}
-        )
+        return self.model_copy(update={"prepared": absolute(self.prepared), "sources": sources})
 
     def parts(self) -> dict[str, Data]:
         """Each source as if it were alone, by name, in the order of names; this under "" where there are none."""

@@ -87,7 +87,7 @@ class Cache:
         self._unseen_bytes = LOOK_EVERY_BYTES  # look at the first piece already
 
     def hold(self, shard: Shard) -> Held:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for _ in range(_TRIES):
             with ExitStack() as opened:
                 state = self._opened(opened, self._state(shard), os.O_CREAT)

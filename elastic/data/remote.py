@@ -76,7 +76,7 @@ class Prepared:
             raise DataError(f"data.prepared: {error}") from error
         with suppress(OSError):  # where pieces are refused too it is said
             if not copy.exists() or copy.read_bytes() != content:
-                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 replace_file(copy, content)
         return content
 
@@ -89,7 +89,7 @@ def prepared_at(data: Data, place: str = "") -> Path | Prepared:
     return Prepared(
         url=place.rstrip("/"),
         options=data.prepared_options,
-        cache=data.cache,
+        cache=data.cache or f"/tmp/elastic-data-cache-{os.getuid()}",
         cache_bytes_max=data.cache_bytes_max,
         ahead_s=data.ahead_s,
         ahead_bytes_max=data.ahead_bytes_max,
