@@ -82,10 +82,11 @@ Attempt = Callable[[Task, bool, Callable[[], None]], bool]
 
 @dataclass(slots=True)
 class Outage:
-    """Since when storage does not answer, and what it said last."""
+    """Since when storage does not answer, and what it said last; when it answered last."""
 
     since_s: float | None = None
     said_s: float = 0.0
+    answered_s: float = 0.0
     why: str = ""
 
 
@@ -171,8 +172,7 @@ class Pool:
                 is_done, error = self._attempt(task, is_second, note), None
             except Exception as raised:  # the thread goes on; who waits for the piece gets it
                 is_done, error = False, raised
-            took_s = time.monotonic() - sent[-1] if sent and is_done else None
-            self._finish(task, is_done, error, took_s)
+            self._finish(task, is_done, error, sent[-1] if sent else None)
 
     def _next(self) -> tuple[Task, bool] | None:
         """What this thread does next, True: as the second one. None: it is not needed any more."""
@@ -220,13 +220,15 @@ class Pool:
             return LATE_S_FIRST
         return max(LATE_S_MIN, LATE_TIMES * sorted(self._recent_s)[int(0.95 * len(self._recent_s))])
 
-    def _finish(self, task: Task, is_done: bool, error: Exception | None, took_s: float | None) -> None:
+    def _finish(self, task: Task, is_done: bool, error: Exception | None, sent_s: float | None) -> None:
+        """sent_s: when its request went out, None: it sent none."""
         with self._lock:
             task.requests -= 1
-            if took_s is not None:
-                self._recent_s.append(took_s)
+            if is_done and sent_s is not None:
+                self._recent_s.append(time.monotonic() - sent_s)
                 self._answered()
-            if isinstance(error, StorageUnavailable):
+            # One that was sent before the last answer tells nothing of now.
+            if isinstance(error, StorageUnavailable) and (sent_s is None or sent_s >= self._outage.answered_s):
                 self._not_answered(error)
             if task.state != "done":
                 if is_done or (error is not None and not isinstance(error, StorageUnavailable) and not task.requests):
@@ -259,6 +261,7 @@ class Pool:
 
     def _answered(self) -> None:
         outage = self._outage
+        outage.answered_s = time.monotonic()
         if outage.since_s is None:
             return
         log.warning("%s: storage answers again, after %.0f s", self._what, time.monotonic() - outage.since_s)

@@ -193,8 +193,9 @@ def test_a_corpus_that_changed_is_one_sentence(
 
 
 def test_refused_is_an_error_at_once_and_down_is_waited_for(
-    prepared: Path, tmp_path: Path, gets: Gets, caplog: pytest.LogCaptureFixture
+    prepared: Path, tmp_path: Path, gets: Gets, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fetch, "THREADS", 1)  # else the third refusal may be told after the first answer
     answers = iter([StorageUnavailable("x: can't read: no answer")] * 3)
 
     def down(key: str, start: int, data: bytes) -> bytes:
