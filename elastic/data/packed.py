@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.data.documents import Integers, Numbering, groups, numbering, ranges
-from elastic.data.order import Numbers, Order, order_of
+from elastic.data.order import Numbers
 from elastic.data.packing import VERSION, Plan, packed_fingerprint, plan_of
 from elastic.data.rows import Rows
 from elastic.data.shards import Corpus, DataError, Split, Values
@@ -149,16 +149,8 @@ class PackedCorpus(Corpus):
         """How many bins there are. DataError: none, or their plan can't be had."""
         return self._plans(seq_len).count
 
-    def order(self, *, seed: int, seq_len: int, lanes: int, name: str = "", source: int = 0) -> Order:
-        return order_of(
-            fingerprint=packed_fingerprint(self.fingerprint, seq_len),
-            seed=seed,
-            windows=self.windows(seq_len),
-            window_bytes=seq_len * self.dtype.itemsize,
-            lanes=lanes,
-            name=name,
-            source=source,
-        )
+    def order_fingerprint(self, seq_len: int) -> str:
+        return packed_fingerprint(self.fingerprint, seq_len)
 
     def window(self, index: int, seq_len: int) -> Values:
         return self.gather(np.array([index], dtype=np.uint64), seq_len)[0]

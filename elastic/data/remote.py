@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from elastic.config_sections import Data, StorageOptions
 from elastic.data.cache import STREAM_BYTES, Cache, Held
 from elastic.data.fetch import Wanted
 from elastic.data.pieces import ManyForStream, Numbers, Pieces
-from elastic.data.shards import MANIFEST, PIECE_BYTES, DataError, Shard, TokenDtype, Values
+from elastic.data.shards import MANIFEST, PIECE_BYTES, ByShard, DataError, Shard, TokenDtype, Values
 from elastic.storage.errors import ObjectMissing, StorageError, StorageUnavailable
 from elastic.storage.files import replace_file
 from elastic.storage.store import Store, open_store
@@ -125,7 +125,7 @@ class Remote:
 Read = Callable[[NDArray[np.uint64], int, Sequence[Values]], Values]
 
 
-class Fetched(Sequence[Values]):
+class Fetched(ByShard):
     """Values of each shard, as `Mapped`: offsets says where they begin in each file, counts how many there are."""
 
     def __init__(
@@ -144,14 +144,8 @@ class Fetched(Sequence[Values]):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    @overload
-    def __getitem__(self, index: int) -> Values: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Values]: ...
-    def __getitem__(self, index: int | slice) -> Values | list[Values]:
+    def of_shard(self, index: int) -> Values:
         """All of a shard's, fetched where they are not here."""
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
         whole = np.array([index]), np.array([0]), np.array([self._counts[index]])
         with self.present(*whole, streamed_max=1 << 30) as values:
             return values[index].copy() if self.remote.pieces.streams else values[index]
@@ -195,20 +189,14 @@ class Fetched(Sequence[Values]):
         return values
 
 
-class _Inside(Sequence[Values]):
+class _Inside(ByShard):
     def __init__(self, fetched: Fetched, held: Mapping[int, Held]) -> None:
         self._fetched, self._held = fetched, held
 
     def __len__(self) -> int:
         return len(self._fetched)
 
-    @overload
-    def __getitem__(self, index: int) -> Values: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Values]: ...
-    def __getitem__(self, index: int | slice) -> Values | list[Values]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def of_shard(self, index: int) -> Values:
         return self._fetched.of(index, self._held)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -164,7 +165,23 @@ def check_sizes(prepared: Path, shards: Sequence[Shard]) -> None:
             )
 
 
-class Mapped(Sequence[Values]):
+class ByShard(Sequence[Values]):
+    """An array for each shard, which is had when it is asked for."""
+
+    @abstractmethod
+    def of_shard(self, index: int) -> Values: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Values: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Values]: ...
+    def __getitem__(self, index: int | slice) -> Values | list[Values]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return self.of_shard(index)
+
+
+class Mapped(ByShard):
     """Values of each shard's tokens, mapped when they are first asked for: thousands are never all open.
 
     offsets: where they begin in each file; None: they are not there, and 1 for every token. counts: of the values of
@@ -189,13 +206,7 @@ class Mapped(Sequence[Values]):
     def __len__(self) -> int:
         return len(self._shards)
 
-    @overload
-    def __getitem__(self, index: int) -> Values: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Values]: ...
-    def __getitem__(self, index: int | slice) -> Values | list[Values]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def of_shard(self, index: int) -> Values:
         if (found := self._mapped.get(index)) is not None:
             return found
         shard, offset, count = self._shards[index], self._offsets[index], self._counts[index]
@@ -280,10 +291,14 @@ class Corpus:
         """How many windows of `seq_len` tokens there are; each needs one token more for its last target."""
         return max(0, (self.tokens - 1) // seq_len)
 
+    def order_fingerprint(self, seq_len: int) -> str:
+        """What its order depends on."""
+        return self.fingerprint
+
     def order(self, *, seed: int, seq_len: int, lanes: int, name: str = "", source: int = 0) -> Order:
         """In which a run reads it whose steps have `lanes` samples. ValueError: there is no window."""
         return order_of(
-            fingerprint=self.fingerprint,
+            fingerprint=self.order_fingerprint(seq_len),
             seed=seed,
             windows=self.windows(seq_len),
             window_bytes=seq_len * self.dtype.itemsize,
